@@ -1,0 +1,153 @@
+"""Settings: frozen dataclasses are the only list of them.
+
+One declaration gives the TOML key, the `--set` name, the default, the type and the help line.
+Settings are read once, in `cli`, and never change; what is worked out from them and from the
+hardware (how many pages fit) is a plan, a different object.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+
+from stanchion.core.errors import ConfigError
+
+Tree = TypeVar("Tree")
+
+
+@dataclass(frozen=True)
+class Model:
+    path: Annotated[str, "'tiny' (embedded), 'hashed' (the instrument), or a folder"] = "tiny"
+    dtype: Annotated[str, "compute type: float32 or bfloat16"] = "float32"
+    index_dtype: Annotated[str, "index keys in the cache: same (as dtype) or float8"] = "same"
+    hashed_top_k: Annotated[int, "hashed only: rows attended; 0 means all"] = 0
+
+
+@dataclass(frozen=True)
+class Kv:
+    memory_gib: Annotated[float, "memory for the KV cache"] = 1.0
+    page_tokens: Annotated[int, "tokens in a page"] = 16
+
+
+@dataclass(frozen=True)
+class Engine:
+    draft_tokens: Annotated[int, "drafts a verify step (0 to 5); 0 turns speculation off"] = 3
+    context_max: Annotated[int, "tokens of prompt and answer; 0 means the model's own"] = 0
+    chunk_tokens: Annotated[int, "prefill tokens a flight, at most"] = 512
+    running_max: Annotated[int, "requests computed at once"] = 64
+    prefilling_max: Annotated[int, "requests in prefill at once"] = 4
+    waiting_max: Annotated[int, "requests that may wait; more are refused with 429"] = 1024
+    deterministic: Annotated[bool, "outputs do not depend on the batch; slower"] = False
+    threads: Annotated[int, "OpenMP threads of the engine process"] = 1
+
+
+@dataclass(frozen=True)
+class Gateway:
+    host: Annotated[str, "address to bind; beyond loopback an API key is required"] = "127.0.0.1"
+    port: Annotated[int, "port to bind; 0 takes a free one"] = 8000
+    served_model_name: Annotated[str, "name in the API; empty means the model's own"] = ""
+    in_flight_max: Annotated[int, "requests accepted at once; more get 429"] = 256
+    drain_s: Annotated[float, "how long SIGTERM waits for what was accepted"] = 300.0
+
+
+@dataclass(frozen=True)
+class Lab:
+    failpoints: Annotated[str, "historic faults to bring back, comma separated; never in use"] = ""
+    record_drafts: Annotated[bool, "say every draft and accept count when a request ends"] = False
+
+
+@dataclass(frozen=True)
+class Config:
+    model: Annotated[Model, "what is served"] = field(default_factory=Model)
+    kv: Annotated[Kv, "KV cache"] = field(default_factory=Kv)
+    engine: Annotated[Engine, "scheduling and speculation"] = field(default_factory=Engine)
+    gateway: Annotated[Gateway, "the HTTP side"] = field(default_factory=Gateway)
+    lab: Annotated[Lab, "switches for tests and experiments"] = field(default_factory=Lab)
+
+
+def load(defaults: Tree, text: str, sets: list[str]) -> Tree:
+    """Lay the TOML `text` over `defaults`, and each "a.b=value" of `sets` over that.
+
+    Raise ConfigError naming the setting that does not exist or does not fit.
+    """
+    try:
+        config = _overlay(defaults, tomllib.loads(text), "")
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"the settings are not TOML: {error}") from None
+    for item in sets:
+        path, sign, value = item.partition("=")
+        if not sign:
+            raise ConfigError(f"--set wants name=value, not {item!r}")
+        config = _overlay(config, _nested(path.split("."), value), "")
+    return config
+
+
+def describe(defaults: Any, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Yield (name, default, help) for every setting: the docs page and `--help` are this."""
+    hints = get_type_hints(type(defaults), include_extras=True)
+    for one in fields(defaults):
+        value = getattr(defaults, one.name)
+        if is_dataclass(value):
+            yield from describe(value, f"{prefix}{one.name}.")
+        else:
+            yield prefix + one.name, value, get_args(hints[one.name])[1]
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError for the first setting out of its bounds."""
+    engine, kv, gateway = config.engine, config.kv, config.gateway
+    _within("engine.draft_tokens", engine.draft_tokens, 0, 5)
+    _within("engine.context_max", engine.context_max, 0, 2**22)
+    _within("engine.chunk_tokens", engine.chunk_tokens, 1, 2**16)
+    _within("engine.running_max", engine.running_max, 1, 4096)
+    _within("engine.prefilling_max", engine.prefilling_max, 1, 4096)
+    _within("engine.waiting_max", engine.waiting_max, 1, 2**20)
+    _within("engine.threads", engine.threads, 1, 1024)
+    _within("kv.page_tokens", kv.page_tokens, 1, 1024)
+    _within("kv.memory_gib", kv.memory_gib, 0.001, 16384.0)
+    _within("model.hashed_top_k", config.model.hashed_top_k, 0, 2**20)
+    _within("gateway.port", gateway.port, 0, 65535)
+    _within("gateway.in_flight_max", gateway.in_flight_max, 1, 2**20)
+    _within("gateway.drain_s", gateway.drain_s, 0.0, 86400.0)
+    _one_of("model.dtype", config.model.dtype, ("float32", "bfloat16", "float16"))
+    _one_of("model.index_dtype", config.model.index_dtype, ("same", "float8"))
+
+
+def _within(name: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:
+        raise ConfigError(f"{name} is {value}; it must be from {least} to {most}")
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
+
+
+def _overlay(config: Tree, values: dict[str, Any], where: str) -> Tree:
+    known = {one.name for one in fields(config)}  # type: ignore[arg-type]
+    if unknown := sorted(values.keys() - known):
+        raise ConfigError(f"no setting {where}{unknown[0]}; there are: {', '.join(sorted(known))}")
+    fitted = {name: _fit(getattr(config, name), new, where + name) for name, new in values.items()}
+    return replace(config, **fitted)  # type: ignore[type-var]
+
+
+def _fit(old: Any, new: Any, name: str) -> Any:
+    if is_dataclass(old):
+        if not isinstance(new, dict):
+            raise ConfigError(f"{name} is a table of settings, not {new!r}")
+        return _overlay(old, new, f"{name}.")
+    try:
+        if isinstance(old, bool):
+            return {"true": True, "false": False}[str(new).lower()]
+        if isinstance(new, bool | dict | list):
+            raise ValueError
+        return type(old)(new)
+    except (KeyError, ValueError):
+        raise ConfigError(f"{name} wants a {type(old).__name__}, not {new!r}") from None
+
+
+def _nested(path: list[str], value: str) -> dict[str, Any]:
+    head, *rest = path
+    return {head: _nested(rest, value) if rest else value}

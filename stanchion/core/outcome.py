@@ -1,0 +1,55 @@
+"""How a request ends: a closed set, set once; when two endings meet, the worse one wins.
+
+Only `Completed` may become a success marker on the wire. Everything else names itself.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+Reason = Literal["stop", "length"]
+Leaver = Literal["client", "deadline", "monitor", "drain", "stop_string"]
+
+
+class Completed(Struct, frozen=True, tag="completed"):
+    """The answer is whole. `stop`: an end token or stop id; `length`: max_tokens reached."""
+
+    reason: Reason
+
+
+class Cancelled(Struct, frozen=True, tag="cancelled"):
+    by: Leaver
+
+
+class Rejected(Struct, frozen=True, tag="rejected"):
+    """It can never succeed here: `field` breaks the bound that `message` states."""
+
+    field: str
+    message: str
+
+
+class Overloaded(Struct, frozen=True, tag="overloaded"):
+    message: str
+    retry_after_s: float
+
+
+class PeerLost(Struct, frozen=True, tag="peer_lost"):
+    message: str
+
+
+class OutputSuspect(Struct, frozen=True, tag="output_suspect"):
+    """What was computed cannot be trusted (NaN, a digest that differs, a verdict)."""
+
+    evidence: str
+
+
+Outcome = Completed | Cancelled | Rejected | Overloaded | PeerLost | OutputSuspect
+
+# From harmless to worst. A suspect output stays suspect whatever else happened to the request.
+_ORDER: tuple[type, ...] = (Completed, Cancelled, Rejected, Overloaded, PeerLost, OutputSuspect)
+
+
+def worse(first: Outcome, second: Outcome) -> Outcome:
+    return first if _ORDER.index(type(first)) >= _ORDER.index(type(second)) else second

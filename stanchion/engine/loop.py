@@ -1,0 +1,426 @@
+"""The engine's loop: hear, land, launch. No clock, no I/O: same messages in, same said out.
+
+    hear    messages become requests or endings, while a flight may still be on the device
+    land    what the flight came to becomes tokens; whoever ended meanwhile is skipped
+    launch  admit, plan, and start the next flight; the caller sends what was said while it runs
+
+A flight holds its own pins, so a request may end at any moment and its pages stay out of the pool
+until the device is done with them. A request ends in one place, `_end`, once.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Protocol
+
+import numpy as np
+
+from stanchion.core.errors import Bug
+from stanchion.core.identity import CacheIdentity
+from stanchion.core.messages import Abort, Ended, FromWorker, PromptScores, Start, Tokens
+from stanchion.core.outcome import (
+    Cancelled,
+    Completed,
+    Outcome,
+    Overloaded,
+    Rejected,
+)
+from stanchion.core.outcome import OutputSuspect as Suspect
+from stanchion.device.stream import Pages
+from stanchion.engine.request import NO_PAGES, Request
+from stanchion.engine.runner import Landed
+from stanchion.engine.scheduler import Limits, Piece, plan
+from stanchion.kv.pages import PagePool, Pin
+from stanchion.kv.prefix import PrefixTree
+from stanchion.kv.ready import Ready
+
+TRIES = 4  # requests that do not fit are tried this many a step, oldest first
+FAILPOINTS = {
+    "hit_without_pin": "a prefix hit takes no pin: eviction may give its pages away",
+    "publish_before_complete": "a prompt's pages are shared before they are computed",
+    "watermark_not_lowered": "rows of rejected drafts keep counting as ready",
+}
+
+
+class Landing(Protocol):
+    """A flight's result. `wait` is the only way to it."""
+
+    def wait(self) -> list[Landed]: ...
+
+
+Launch = Callable[[Sequence[Piece], list[Pin]], Landing]
+
+
+@dataclass(frozen=True)
+class Served:
+    """What is served: the part of a CacheIdentity that the worker knows, and the model's bounds."""
+
+    model: str
+    revision: str
+    schema: str
+    vocabulary: int
+    context_max: int
+    eos_ids: tuple[int, ...]
+
+
+@dataclass
+class Counters:
+    steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    cached_tokens: int = 0
+    preempted: int = 0
+    suspect: int = 0
+    verify_steps: int = 0
+    proposed: int = 0
+    accepted: int = 0
+
+
+@dataclass(eq=False)
+class Flight:
+    landing: Landing
+    pins: list[Pin]
+
+
+@dataclass
+class Engine:
+    served: Served
+    limits: Limits
+    pool: PagePool
+    tree: PrefixTree
+    ready: Ready
+    launch: Launch
+    failpoints: frozenset[str] = frozenset()
+    record_drafts: bool = False
+    running: dict[str, Request] = field(default_factory=dict)  # in order of arrival
+    waiting: list[Request] = field(default_factory=list)  # in order of arrival
+    counters: Counters = field(default_factory=Counters)
+    flight: Flight | None = None
+    _arrivals: int = 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.running or self.waiting or self.flight)
+
+    def step(self, heard: Sequence[Start | Abort]) -> list[FromWorker]:
+        said = [reply for message in heard for reply in self._hear(message)]
+        said += self._land()
+        said += self._launch()
+        return said
+
+    # ---- hear -------------------------------------------------------------------------------
+
+    def _hear(self, message: Start | Abort) -> list[FromWorker]:
+        match message:
+            case Start():
+                return self._arrive(message)
+            case Abort(name, by):
+                request = self.running.get(name) or self._waiting(name)
+                return [self._end(request, Cancelled(by))] if request else []
+
+    def _arrive(self, start: Start) -> list[FromWorker]:
+        refusal = self._refusal(start)
+        if refusal is not None:
+            return [Ended(request=start.request, outcome=refusal)]
+        length = len(start.tokens)
+        tokens = np.zeros(length + start.sampling.max_tokens, np.int32)
+        tokens[:length] = start.tokens
+        served = self.served
+        identity = CacheIdentity(
+            start.tenant, start.salt, served.model, served.revision, served.schema
+        )
+        seed = start.sampling.seed
+        if seed is None:
+            seed = int.from_bytes(blake2b(start.request.encode(), digest_size=8).digest(), "little")
+        eos = () if start.sampling.ignore_eos else served.eos_ids
+        ends = (*eos, *start.sampling.stop_ids)
+        self._arrivals += 1
+        root = identity.digest()
+        self.waiting.append(
+            Request(start, self._arrivals, seed, ends, served.eos_ids, root, tokens, length)
+        )
+        return []
+
+    def _refusal(self, start: Start) -> Outcome | None:
+        if start.request in self.running or self._waiting(start.request):
+            raise Bug(f"two requests are called {start.request}")
+        if len(self.waiting) >= self.limits.waiting_max:
+            return Overloaded(f"{len(self.waiting)} requests are waiting already", 1.0)
+        length, most = len(start.tokens), start.sampling.max_tokens
+        room = min(self.served.context_max, (self.pool.size - 1) * self.ready.page_tokens)
+        if length + most > room:
+            said = f"{length} prompt tokens and {most} new ones are over the {room} that fit here"
+            return Rejected("max_tokens" if length < room else "prompt", said)
+        vocabulary = self.served.vocabulary
+        if max(start.tokens) >= vocabulary:
+            return Rejected("prompt", f"a token id is not below the vocabulary, {vocabulary}")
+        named = (*start.sampling.stop_ids, *(token for token, _ in start.sampling.logit_bias))
+        if named and max(named) >= vocabulary:
+            field_name = "stop_ids" if max(start.sampling.stop_ids, default=0) >= vocabulary else ""
+            return Rejected(field_name or "logit_bias", f"a token id is not below {vocabulary}")
+        return None
+
+    def _waiting(self, name: str) -> Request | None:
+        return next((one for one in self.waiting if one.name == name), None)
+
+    # ---- land -------------------------------------------------------------------------------
+
+    def _land(self) -> list[FromWorker]:
+        flight, self.flight = self.flight, None
+        if flight is None:
+            return []
+        said: list[FromWorker] = []
+        for landed in flight.landing.wait():
+            if self.running.get(landed.piece.request.name) is landed.piece.request:
+                said += self._settle(landed)  # else it ended while the flight was out
+        for pin in flight.pins:
+            pin.drop()
+        return said
+
+    def _settle(self, landed: Landed) -> list[FromWorker]:
+        piece, request = landed.piece, landed.piece.request
+        if landed.suspect is not None:
+            self.counters.suspect += 1
+            return [self._end(request, Suspect(landed.suspect))]
+        done = piece.first + piece.count == request.prefill_end
+        said: list[FromWorker] = []
+        if landed.scores is not None:
+            name, scores = request.name, landed.scores
+            said.append(PromptScores(request=name, logprobs=scores.logprobs, top=scores.top))
+        reason: Outcome | None = None
+        kept = 0
+        if landed.chosen is not None:
+            kept, reason = _cut(request, landed.chosen.tokens)
+            said.append(self._say(landed, kept))
+        self._advance(landed, kept)
+        if not piece.decodes:
+            self.counters.prefill_tokens += piece.count
+            request.phase = "decode" if done else "prefill"
+            if done and not request.sampling.max_tokens:
+                reason = Completed("length")  # nothing but the prompt was asked for
+        if reason is not None:
+            said.append(self._end(request, reason))
+        return said
+
+    def _say(self, landed: Landed, kept: int) -> Tokens:
+        """Take the kept tokens into the request and its counters; say them."""
+        request, chosen = landed.piece.request, landed.chosen
+        assert chosen is not None
+        tokens = chosen.tokens[:kept]
+        request.tokens[request.length : request.length + kept] = tokens
+        request.length += kept
+        self.counters.decode_tokens += kept
+        if landed.piece.drafts:
+            accepted = min(chosen.accepted, kept)
+            request.verify_steps += 1
+            request.verified += kept
+            request.proposed += landed.piece.drafts
+            request.accepted += accepted
+            self.counters.verify_steps += 1
+            self.counters.proposed += landed.piece.drafts
+            self.counters.accepted += accepted
+        if self.record_drafts and landed.piece.decodes:
+            request.record.append((landed.drafts, chosen.accepted))
+        wanted = request.sampling.logprobs is not None
+        return Tokens(
+            request=request.name,
+            tokens=tokens,
+            logprobs=chosen.logprobs[:kept],
+            top=chosen.top[:kept] if wanted else None,
+            cached_tokens=request.cached,
+            spec=request.spec,
+        )
+
+    def _advance(self, landed: Landed, kept: int) -> None:
+        """The flight's certain rows are in place now; publish the pages that they complete."""
+        piece, request = landed.piece, landed.piece.request
+        certain = kept if piece.decodes else piece.count
+        request.computed = piece.first + certain
+        request.redo = False
+        if piece.decodes and "watermark_not_lowered" not in self.failpoints:
+            page_tokens = self.ready.page_tokens
+            first = request.computed // page_tokens
+            last = (piece.first + piece.count - 1) // page_tokens
+            places = np.arange(first, last + 1)
+            rows = np.maximum(request.computed - places * page_tokens, 0)
+            self.ready.lower_to(request.pages[places], rows.astype(np.int32))
+        request.ahead = landed.ahead
+        self._publish(request)
+
+    def _publish(self, request: Request) -> None:
+        """Share every further page that is complete in all layers and whose tokens are known."""
+        whole = request.length // self.ready.page_tokens
+        if whole <= request.published:
+            return
+        complete = self.ready.complete(request.pages[request.published : whole])
+        count = request.published + int(np.argmin(np.append(complete, False)))
+        if count > request.published:
+            self._share(request, count)
+
+    def _share(self, request: Request, count: int) -> None:
+        tokens = request.tokens[: count * self.ready.page_tokens]
+        request.keys = self.tree.keys(request.root, tokens, request.keys)
+        self.tree.publish(request.keys[:count], tokens, request.pages, request.published)
+        request.published = count
+
+    # ---- launch -----------------------------------------------------------------------------
+
+    def _launch(self) -> list[FromWorker]:
+        self._admit()
+        for request in list(self.running.values()):
+            if request.phase == "decode":
+                ahead = request.drafts(self.limits.draft_tokens)
+                self._make_room(request, request.length + ahead + 1)
+        pieces = plan(list(self.running.values()), self.limits)
+        if not pieces:
+            return []
+        pins = [
+            pin.share(f"flight of {one.request.name}") for one in pieces for pin in one.request.pins
+        ]
+        self.counters.steps += 1
+        self.flight = Flight(self.launch(pieces, pins), pins)
+        return []
+
+    def _admit(self) -> None:
+        """Start requests, oldest first. Each gets all pages that its known tokens need, or none:
+        nobody holds pages while waiting for more to start with. A request that does not fit yet
+        may be overtaken by smaller ones, a bounded number of times."""
+        blocked = 0
+        prefilling = sum(one.phase == "prefill" for one in self.running.values())
+        for request in list(self.waiting):
+            full = len(self.running) >= self.limits.running_max
+            if full or prefilling >= self.limits.prefilling_max:
+                return
+            if self._try_start(request):
+                prefilling += 1
+                for other in self.waiting:
+                    if other.arrival < request.arrival:
+                        other.overtaken += 1
+            else:
+                blocked += 1
+                if blocked == TRIES or request.overtaken >= self.limits.overtakes_max:
+                    return
+
+    def _try_start(self, request: Request) -> bool:
+        page_tokens = self.ready.page_tokens
+        known = request.tokens[: request.length]
+        request.keys = self.tree.keys(request.root, known, request.keys)
+        shared = self._hit(request)
+        needed = -(-min(request.length + 1, len(request.tokens)) // page_tokens) - len(shared)
+        pins = []
+        if len(shared) and "hit_without_pin" not in self.failpoints:
+            pins.append(self.pool.regrip(shared, request.name))  # before eviction can take them
+        spare = len(self.running)  # a page for each that decodes, or they would soon push it out
+        if not self._free_up(needed + spare):
+            for pin in pins:
+                pin.drop()
+            return False
+        own = self.pool.take(needed, request.name)
+        self.ready.reset(own.pages)
+        request.pins = [*pins, own]
+        request.pages = np.concatenate([shared, own.pages])
+        request.generations = self.pool.generations[request.pages]
+        request.computed = len(shared) * page_tokens
+        request.published = len(shared)
+        request.redo = request.computed > 0
+        if not request.generated:
+            request.cached = request.computed
+            self.counters.cached_tokens += request.cached
+        request.phase = "prefill"
+        self.waiting.remove(request)
+        self.running[request.name] = request
+        self.running = dict(sorted(self.running.items(), key=lambda item: item[1].arrival))
+        if "publish_before_complete" in self.failpoints:
+            self._share(request, request.length // page_tokens)
+        return True
+
+    def _hit(self, request: Request) -> Pages:
+        """Pages that the tree has. A prompt that wants its own scores is computed whole."""
+        if request.sampling.prompt_logprobs is not None:
+            return NO_PAGES
+        pages = request.prefill_end // self.ready.page_tokens
+        return self.tree.match(request.keys[:pages], request.tokens)
+
+    def _make_room(self, request: Request, positions: int) -> None:
+        """Grow a decoding request's pages; when none can be freed, the youngest gives way."""
+        positions = min(positions, len(request.tokens))
+        while request.phase == "decode":
+            missing = -(-positions // self.ready.page_tokens) - len(request.pages)
+            if missing <= 0:
+                return
+            if self._free_up(missing):
+                fresh = self.pool.grow(request.pins[-1], missing)
+                self.ready.reset(fresh)
+                request.pages = np.concatenate([request.pages, fresh])
+                request.generations = np.append(
+                    request.generations, self.pool.generations[fresh]
+                )
+                return
+            self._preempt(next(reversed(self.running.values())))
+
+    def _free_up(self, pages: int) -> bool:
+        missing = pages - self.pool.available
+        if missing <= 0:
+            return True
+        return self.tree.evictable(missing) == missing and self.tree.evict(missing) == missing
+
+    def _preempt(self, request: Request) -> None:
+        """Give all its pages back and let it wait again, in its old place. What it has said stays
+        said: its tokens and counters are kept, and its rows are computed again."""
+        del self.running[request.name]
+        self._let_go(request)
+        request.phase = "waiting"
+        request.overtaken = 0
+        self.counters.preempted += 1
+        insort(self.waiting, request, key=lambda one: one.arrival)
+
+    # ---- end --------------------------------------------------------------------------------
+
+    def _end(self, request: Request, outcome: Outcome) -> Ended:
+        """The one place where a request ends, for whatever reason."""
+        if request.phase == "ended":
+            raise Bug(f"{request.name} ends twice")
+        if self.running.pop(request.name, None) is None:
+            self.waiting.remove(request)
+        self._let_go(request)
+        request.phase = "ended"
+        request.end(outcome)
+        return Ended(
+            request=request.name,
+            outcome=outcome,
+            cached_tokens=request.cached,
+            spec=request.spec,
+            draft_record=request.record if self.record_drafts else None,
+        )
+
+    def _let_go(self, request: Request) -> None:
+        for pin in request.pins:
+            pin.drop()
+        request.pins, request.pages, request.proof = [], NO_PAGES, None
+        request.ahead, request.computed, request.published = None, 0, 0
+
+    def audit(self) -> list[str]:
+        """With nothing running: no pin but the tree's, nothing lost, nobody waiting."""
+        said = self.pool.audit()
+        said += [f"{name} is still running" for name in self.running]
+        said += [f"{one.name} is still waiting" for one in self.waiting]
+        if not self.busy and self.pool.available + self.tree.pages != self.pool.size - 1:
+            said.append(
+                f"{self.pool.available} free and {self.tree.pages} cached pages "
+                f"are not all of {self.pool.size - 1}"
+            )
+        return said
+
+
+def _cut(request: Request, tokens: list[int]) -> tuple[int, Outcome | None]:
+    """How many of the new tokens count, and whether they end the request."""
+    for at, token in enumerate(tokens):
+        generated = request.generated + at + 1
+        if token in request.ends and generated > request.sampling.min_tokens:
+            return at + 1, Completed("stop")
+        if generated == request.sampling.max_tokens:
+            return at + 1, Completed("length")
+    return len(tokens), None

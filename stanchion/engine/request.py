@@ -1,0 +1,119 @@
+"""One request inside the engine: its tokens, its pages, and how far it has come.
+
+Positions count from 0 over prompt and output. `computed` target rows are in place (0 to
+computed - 1). While a request decodes, its last token is known but its row is not: computed =
+length - 1. The draft layer is then one slot ahead: slots 0 to computed are in place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stanchion.core.identity import Digest
+from stanchion.core.messages import Spec, Start
+from stanchion.core.outcome import Outcome, worse
+from stanchion.core.request import Sampling
+from stanchion.device.stream import Pages
+from stanchion.engine.sample import Ask
+from stanchion.kv.pages import Pin
+from stanchion.kv.ready import KvProof
+
+Phase = Literal["waiting", "prefill", "decode", "ended"]
+NO_PAGES: Pages = np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What the draft layer holds for the token after the last: its hidden and its logits row."""
+
+    hidden: Tensor  # (1, hidden_width)
+    logits: Tensor  # (1, vocabulary)
+
+
+@dataclass(eq=False)
+class Request:
+    start: Start
+    arrival: int
+    seed: int
+    ends: tuple[int, ...]  # token ids that end the answer
+    eos: tuple[int, ...]
+    root: Digest
+    tokens: NDArray[np.int32]  # capacity prompt + max_tokens
+    length: int  # tokens known
+    keys: list[Digest] = field(default_factory=list)
+    phase: Phase = "waiting"
+    overtaken: int = 0
+    computed: int = 0
+    cached: int = 0
+    published: int = 0
+    redo: bool = False  # the last cached position is computed again, without writing its row
+    pins: list[Pin] = field(default_factory=list)  # shared prefix first, then its own
+    pages: Pages = field(default_factory=lambda: NO_PAGES)
+    generations: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    proof: KvProof | None = None
+    ahead: Ahead | None = None
+    verify_steps: int = 0
+    verified: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    record: list[tuple[list[int], int]] = field(default_factory=list)
+    outcome: Outcome | None = None
+
+    @property
+    def name(self) -> str:
+        return self.start.request
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.start.sampling
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.start.tokens)
+
+    @property
+    def generated(self) -> int:
+        return self.length - self.prompt_length
+
+    @property
+    def tokens_left(self) -> int:
+        return self.sampling.max_tokens - self.generated
+
+    @property
+    def length_max(self) -> int:
+        return self.prompt_length + self.sampling.max_tokens
+
+    @property
+    def prefill_end(self) -> int:
+        """Prefill computes up to here: all of a prompt, or all but the last of what came since."""
+        return self.length - 1 if self.generated else self.length
+
+    @property
+    def spec(self) -> Spec | None:
+        if not self.proposed:
+            return None
+        return Spec(self.verify_steps, self.verified, self.proposed, self.accepted)
+
+    def drafts(self, most: int) -> int:
+        """How many drafts its next verify step may carry."""
+        own = self.sampling.draft_tokens
+        return max(0, min(most if own is None else min(own, most), self.tokens_left - 1))
+
+    def ask(self, drafts: list[int], banned: bool = True) -> Ask:
+        """The question for the token after `drafts`, which follow the known tokens."""
+        ask = Ask(self.sampling, self.seed, self.length + len(drafts), self.generated + len(drafts))
+        if not ask.shaped:
+            return ask
+        output = (*self.tokens[self.prompt_length : self.length].tolist(), *drafts)
+        prompt = self.tokens[: self.prompt_length]
+        ends = self.ends or self.eos
+        return Ask(self.sampling, self.seed, ask.place, ask.generated, ends, prompt, output)
+
+    def end(self, outcome: Outcome) -> None:
+        """The worst of what is said wins; the loop lets a request go only once."""
+        self.outcome = outcome if self.outcome is None else worse(self.outcome, outcome)

@@ -1,0 +1,320 @@
+"""From a plan to tokens: one flight is drafting, one target pass, the verdict, and catching up.
+
+    draft    the drafts after the first, one slot a pass, on hiddens of the draft layer itself
+    target   verify windows and prefill chunks together, ragged
+    verdict  rows that are not finite end their request; the others accept drafts and add a token
+    extend   the draft layer over what is now certain, on target hiddens; it gives the next first
+             draft, and it is what makes the draft rows worth sharing
+
+The runner decides nothing about requests: it returns what it found, and the loop draws conclusions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stanchion.core.messages import TopToken
+from stanchion.device.stream import Pages, Stream, View
+from stanchion.engine.batch import Ints, Tables, Written
+from stanchion.engine.request import Ahead
+from stanchion.engine.sample import Chosen, Window, draft, score, verify
+from stanchion.engine.scheduler import Piece
+from stanchion.kv.pages import PagePool, Pin
+from stanchion.kv.ready import Ready
+from stanchion.kv.schema import Door
+from stanchion.kv.store import Leased, Rows, Store
+from stanchion.model.text import Model, Ragged
+
+SCORED_ROWS = 64  # prompt log-probabilities are made from this many rows of logits at a time
+
+
+@dataclass(frozen=True)
+class Scores:
+    logprobs: list[float]
+    top: list[list[TopToken]]
+
+
+@dataclass
+class Landed:
+    """What one piece came to."""
+
+    piece: Piece
+    drafts: list[int] = field(default_factory=list)
+    suspect: str | None = None
+    chosen: Chosen | None = None
+    ahead: Ahead | None = None
+    scores: Scores | None = None
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """The landing of a flight that was over when its launch returned, as on an inline queue."""
+
+    landed: list[Landed]
+
+    def wait(self) -> list[Landed]:
+        return self.landed
+
+
+class Marking:
+    """A flight's cache for one pass: when a layer's rows are in, its watermark rises."""
+
+    def __init__(self, leased: Leased, ready: Ready, written: Written) -> None:
+        self.page_tokens = leased.page_tokens
+        self._leased = leased
+        self._ready = ready
+        self._written = written
+
+    def reading(self, layer: int, door: Door) -> AbstractContextManager[View[Rows]]:
+        return self._leased.reading(layer, door)
+
+    @contextmanager
+    def writing(self, layer: int, door: Door) -> Iterator[View[Rows]]:
+        with self._leased.writing(layer, door) as view:
+            yield view
+        if door == "attend":  # a layer's index rows are written before its latents
+            self._ready.raise_to(layer, self._written.pages, self._written.rows)
+
+
+class Runner:
+    def __init__(
+        self, model: Model, store: Store, stream: Stream, pool: PagePool, ready: Ready
+    ) -> None:
+        self.model = model
+        self._store = store
+        self._stream = stream
+        self._pool = pool
+        self._ready = ready
+
+    def launch(self, pieces: Sequence[Piece], pins: list[Pin]) -> Arrived:
+        flight = _Flight(self, pieces, pins)
+        flight.propose()
+        hidden = flight.target()
+        flight.judge(hidden)
+        if self.model.schema.draft:
+            flight.extend(hidden)
+        return Arrived(flight.landed)
+
+
+class _Flight:
+    def __init__(self, runner: Runner, pieces: Sequence[Piece], pins: list[Pin]) -> None:
+        self._runner = runner
+        self._model = runner.model
+        self._pins = pins
+        self.landed = [Landed(piece) for piece in pieces]
+        self._windows: dict[int, Window] = {}
+
+    def propose(self) -> None:
+        """Draw each decoding request's drafts, the first from what `extend` left behind."""
+        lanes = [one for one in self.landed if one.piece.drafts]
+        drawn: dict[int, list[Tensor | None]] = {id(one): [] for one in lanes}
+        states = {id(one): _ahead(one) for one in lanes}
+        step = 0
+        while lanes:
+            logits = torch.cat([states[id(one)].logits for one in lanes])
+            asks = [one.piece.request.ask(one.drafts) for one in lanes]
+            for one, token, source in zip(lanes, *draft(logits, asks)):
+                one.drafts.append(token)
+                drawn[id(one)].append(source)
+            step += 1
+            lanes = [one for one in lanes if one.piece.drafts > step]
+            if lanes:
+                self._draft_further(lanes, states)
+        for one in self.landed:
+            sources = drawn.get(id(one), [])
+            asked = [one.piece.request.ask(one.drafts[:at]) for at in range(len(one.drafts) + 1)]
+            kept = [source for source in sources if source is not None]
+            stacked = torch.stack(kept) if kept else None
+            self._windows[id(one)] = Window(tuple(asked), tuple(one.drafts), stacked)
+
+    def _draft_further(self, lanes: list[Landed], states: dict[int, Ahead]) -> None:
+        tables = self._tables(lanes)
+        tokens = np.array([one.drafts[-1] for one in lanes], np.int64)
+        firsts = np.array(
+            [one.piece.request.computed + len(one.drafts) for one in lanes], np.int64
+        )
+        ones = np.ones(len(lanes), np.int64)
+        hidden = torch.cat([states[id(one)].hidden for one in lanes])
+        batch = tables.ragged(tokens, firsts, ones)
+        cache = self._lease(tables, tables.written(firsts, ones).pages)
+        hidden = self._model.draft(batch, hidden, cache)
+        logits = self._model.draft_logits(hidden)
+        for at, one in enumerate(lanes):
+            states[id(one)] = Ahead(hidden[at : at + 1], logits[at : at + 1])
+
+    def target(self) -> Tensor:
+        tables = self._tables(self.landed)
+        tokens = np.concatenate([_input(one) for one in self.landed])
+        firsts = np.array([one.piece.first for one in self.landed], np.int64)
+        counts = np.array([one.piece.count for one in self.landed], np.int64)
+        redone = np.array([one.piece.redone for one in self.landed], np.int64)
+        batch = tables.ragged(tokens, firsts, counts, redone)
+        return self._model.forward(batch, self._mark(tables, firsts + redone, counts - redone))
+
+    def judge(self, hidden: Tensor) -> None:
+        """Check that rows are finite, score prompts, and let each window choose its tokens."""
+        finite = _finite(hidden)
+        first, lanes, rows = 0, [], []
+        for one in self.landed:
+            past = first + one.piece.count
+            if not finite[first:past].all():
+                one.suspect = "the hidden state of a row is not finite"
+            else:
+                if one.piece.request.sampling.prompt_logprobs is not None:
+                    one.scores = self._score_prompt(one.piece, hidden[first:past])
+                if one.piece.samples:
+                    lanes.append(one)
+                    rows.append((first, past) if one.piece.decodes else (past - 1, past))
+            first = past
+        if lanes:
+            self._choose(lanes, torch.cat([hidden[low:high] for low, high in rows]))
+
+    def _choose(self, lanes: list[Landed], hidden: Tensor) -> None:
+        logits = self._model.logits(hidden)
+        finite = _finite(logits)
+        sizes = [len(self._windows[id(one)].asks) for one in lanes]
+        starts = np.cumsum(sizes) - sizes
+        fit = [bool(finite[low : low + size].all()) for low, size in zip(starts, sizes)]
+        if not all(fit):
+            kept = [torch.arange(low, low + size) for low, size, ok in zip(starts, sizes, fit) if ok]
+            for one, ok in zip(lanes, fit):
+                if not ok:
+                    one.suspect = "a row of logits is not finite"
+            lanes = [one for one, ok in zip(lanes, fit) if ok]
+            if not lanes:
+                return
+            logits = logits[torch.cat(kept)]
+        for one in lanes:
+            self._prove(one.piece)
+        chosen = verify(logits, [self._windows[id(one)] for one in lanes])
+        for one, choice in zip(lanes, chosen):
+            one.chosen = choice
+
+    def _prove(self, piece: Piece) -> None:
+        """Nobody samples without proof that every row it read was in place, and its own."""
+        request = piece.request
+        if request.proof is None:
+            end = piece.first + (1 if piece.decodes else piece.count)
+            drafted = piece.first if self._model.schema.draft else end
+            request.proof = self._runner._ready.prove(
+                request.name, request.pages, end, drafted, self._model.schema.target_layers,
+                request.generations, self._runner._pool.generations,
+            )  # fmt: skip
+
+    def _score_prompt(self, piece: Piece, hidden: Tensor) -> Scores:
+        """Raw log-probabilities of the prompt tokens that follow this piece's positions."""
+        request = piece.request
+        past = min(piece.first + piece.count + 1, request.prompt_length)
+        tokens = request.tokens[piece.first + 1 : past].tolist()
+        scores = Scores([], [])
+        for low in range(0, len(tokens), SCORED_ROWS):
+            some = tokens[low : low + SCORED_ROWS]
+            logits = self._model.logits(hidden[low : low + len(some)])
+            logprobs, top = score(logits, some, [request.sampling.prompt_logprobs] * len(some))
+            scores.logprobs.extend(logprobs)
+            scores.top.extend(top)
+        return scores
+
+    def extend(self, hidden: Tensor) -> None:
+        """Draft slot p takes token p and the target hidden of p - 1: catch up to what is certain."""
+        lanes, tokens, firsts, counts, before = [], [], [], [], []
+        first = 0
+        for one in self.landed:
+            piece, begin = one.piece, first
+            first += piece.count
+            certain = _certain(one)
+            if one.suspect is not None or certain is None:
+                continue
+            if piece.first == 0 and not piece.redone:  # slot 0 has no hidden before it
+                before.append(self._model.no_hidden(1))
+                certain, start = np.concatenate([one.piece.request.tokens[:1], certain]), 0
+            else:
+                start = piece.first + 1
+            before.append(hidden[begin : begin + len(certain) - (start == 0)])
+            lanes.append(one)
+            tokens.append(certain)
+            firsts.append(start)
+            counts.append(len(certain))
+        if lanes:
+            self._extend(lanes, np.concatenate(tokens), firsts, counts, torch.cat(before))
+
+    def _extend(
+        self,
+        lanes: list[Landed],
+        tokens: NDArray[np.int32],
+        firsts: list[int],
+        counts: list[int],
+        before: Tensor,
+    ) -> None:
+        tables = self._tables(lanes)
+        begins, sizes = np.array(firsts, np.int64), np.array(counts, np.int64)
+        batch = tables.ragged(tokens.astype(np.int64), begins, sizes)
+        hidden = self._model.draft(batch, before, self._mark(tables, begins, sizes))
+        ends = np.cumsum(sizes) - 1
+        goes_on = [at for at, one in enumerate(lanes) if _goes_on(one)]
+        if not goes_on:
+            return
+        last = hidden[torch.from_numpy(ends[goes_on])]
+        logits = self._model.draft_logits(last)
+        finite = _finite(logits)
+        for row, at in enumerate(goes_on):
+            if not finite[row]:
+                lanes[at].suspect = "a row of draft logits is not finite"
+            lanes[at].ahead = Ahead(last[row : row + 1], logits[row : row + 1])
+
+    def _tables(self, lanes: Sequence[Landed]) -> Tables:
+        page_tokens = self._model.schema.page_tokens
+        return Tables.of([one.piece.request.pages for one in lanes], page_tokens)
+
+    def _lease(self, tables: Tables, written: Pages) -> Leased:
+        return Leased(
+            self._runner._store, self._runner._stream, self._pins, tables.pages, written
+        )
+
+    def _mark(self, tables: Tables, firsts: Ints, counts: Ints) -> Marking:
+        written = tables.written(firsts, counts)
+        return Marking(self._lease(tables, written.pages), self._runner._ready, written)
+
+
+def _ahead(one: Landed) -> Ahead:
+    assert one.piece.request.ahead is not None
+    return one.piece.request.ahead
+
+
+def _input(one: Landed) -> Ints:
+    piece = one.piece
+    known = piece.request.tokens[piece.first : piece.first + piece.count - piece.drafts]
+    return np.concatenate([known.astype(np.int64), np.array(one.drafts, np.int64)])
+
+
+def _certain(one: Landed) -> NDArray[np.int32] | None:
+    """The tokens of slots first + 1, ...: those that follow the piece's certain positions."""
+    piece, request = one.piece, one.piece.request
+    if one.chosen is not None:
+        known = request.tokens[piece.first + 1 : request.length]
+        return np.concatenate([known, np.array(one.chosen.tokens, np.int32)])
+    known = request.tokens[piece.first + 1 : min(piece.first + piece.count + 1, request.length)]
+    return known if len(known) or (piece.first == 0 and not piece.redone) else None
+
+
+def _goes_on(one: Landed) -> bool:
+    """Will its next flight be a verify step?"""
+    piece = one.piece
+    return one.chosen is not None or (
+        piece.request.generated > 0 and piece.first + piece.count == piece.request.prefill_end
+    )
+
+
+def _finite(rows: Tensor) -> NDArray[np.bool_]:
+    if not rows.is_floating_point():
+        return np.ones(len(rows), np.bool_)
+    # A sum is not finite where an element is not; an overflow to Inf would be suspect as well.
+    finite: NDArray[np.bool_] = torch.isfinite(rows.sum(1, dtype=torch.float32)).numpy()
+    return finite

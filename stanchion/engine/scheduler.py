@@ -1,0 +1,83 @@
+"""Who computes what in the next flight: pure, from the requests in order of arrival.
+
+Every decoding request gets its verify step in every flight. Prefill gets at most `chunk_tokens` a
+flight, shared equally by at most `prefilling_max` requests; what one does not need goes to the
+oldest. So between two tokens of a request lie at most one chunk and one batch of verify steps, and
+a short prompt beside a long one gets at least chunk_tokens / prefilling_max tokens a flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stanchion.engine.request import Request
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What bounds a worker's work. Lengths in tokens."""
+
+    chunk_tokens: int = 512
+    running_max: int = 64
+    prefilling_max: int = 4
+    waiting_max: int = 1024
+    overtakes_max: int = 16
+    draft_tokens: int = 3
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One request's share of a flight: target positions first to first + count - 1.
+
+    `drafts` says how many of them hold drafts. `redone` of the first positions keep their rows.
+    """
+
+    request: Request
+    first: int
+    count: int
+    drafts: int
+    redone: int
+    samples: bool  # its last position (every position of a verify step) asks for a token
+
+    @property
+    def decodes(self) -> bool:
+        return self.request.phase == "decode"
+
+
+def plan(running: Sequence[Request], limits: Limits) -> list[Piece]:
+    pieces = [_verify_step(one, limits) for one in running if one.phase == "decode"]
+    waiting = [one for one in running if one.phase == "prefill"]
+    return pieces + [
+        _chunk(one, share)
+        for one, share in zip(waiting, _shares(waiting, limits.chunk_tokens))
+        if share
+    ]
+
+
+def _verify_step(request: Request, limits: Limits) -> Piece:
+    drafts = request.drafts(limits.draft_tokens) if request.ahead is not None else 0
+    return Piece(request, request.computed, 1 + drafts, drafts, redone=0, samples=True)
+
+
+def _chunk(request: Request, share: int) -> Piece:
+    redone = int(request.redo)
+    first = request.computed - redone
+    last = first + share == request.prefill_end
+    samples = last and not request.generated and request.sampling.max_tokens > 0
+    return Piece(request, first, share, 0, redone, samples)
+
+
+def to_compute(request: Request) -> int:
+    return request.prefill_end - request.computed + int(request.redo)
+
+
+def _shares(requests: Sequence[Request], budget: int) -> list[int]:
+    """Split the budget equally, smallest needs first, so that nothing is left while one wants it."""
+    shares = [0] * len(requests)
+    order = sorted(range(len(requests)), key=lambda at: to_compute(requests[at]))
+    for place, at in enumerate(order):
+        equal = -(-budget // (len(order) - place))
+        shares[at] = min(to_compute(requests[at]), equal, budget)
+        budget -= shares[at]
+    return shares
