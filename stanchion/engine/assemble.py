@@ -11,8 +11,20 @@ from stanchion.engine.scheduler import Limits
 from stanchion.kv.pages import PagePool
 from stanchion.kv.prefix import PrefixTree
 from stanchion.kv.ready import Ready
+from stanchion.kv.schema import Schema
 from stanchion.kv.store import Store
 from stanchion.model.text import Model
+
+PAGES_MAX = 2**20
+
+
+def pages_that_fit(schema: Schema, memory_gib: float) -> int:
+    """Pages of this schema in so much memory, the null page included. Raise ConfigError for none."""
+    pages = min(int(memory_gib * 2**30) // schema.page_bytes, PAGES_MAX)
+    if pages < 2:
+        least = 2 * schema.page_bytes / 2**30
+        raise ConfigError(f"kv.memory_gib is {memory_gib}; two pages need {least:.6f}")
+    return pages
 
 
 def assemble(
@@ -24,8 +36,9 @@ def assemble(
     eos_ids: tuple[int, ...] = (),
     failpoints: frozenset[str] = frozenset(),
     record_drafts: bool = False,
+    context_max: int = 0,
 ) -> Engine:
-    """`pages` counts the null page. Raise ConfigError for a failpoint that does not exist."""
+    """`pages` counts the null page; `context_max` 0 means the model's own. Raise ConfigError for a failpoint that does not exist."""
     if unknown := sorted(failpoints - FAILPOINTS.keys()):
         raise ConfigError(f"no failpoint {unknown[0]}; there are: {', '.join(sorted(FAILPOINTS))}")
     schema = model.schema
@@ -34,7 +47,9 @@ def assemble(
     stream = Stream("compute", InlineQueue())
     runner = Runner(model, Store(schema, pages), stream, pool, ready)
     served = Served(
-        name, revision, schema.digest(), model.vocabulary, model.context_max, eos_ids
+        name, revision, schema.digest(), model.vocabulary,
+        min(context_max or model.context_max, model.context_max),
+        eos_ids,
     )
     tree = PrefixTree(pool, schema.page_tokens)
     return Engine(

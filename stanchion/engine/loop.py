@@ -189,6 +189,7 @@ class Engine:
         said: list[FromWorker] = []
         if landed.scores is not None:
             name, scores = request.name, landed.scores
+            request.scored += len(scores.logprobs)
             said.append(PromptScores(request=name, logprobs=scores.logprobs, top=scores.top))
         reason: Outcome | None = None
         kept = 0
@@ -339,7 +340,7 @@ class Engine:
 
     def _hit(self, request: Request) -> Pages:
         """Pages that the tree has. A prompt that wants its own scores is computed whole."""
-        if request.sampling.prompt_logprobs is not None:
+        if request.wants_scores:
             return NO_PAGES
         pages = request.prefill_end // self.ready.page_tokens
         return self.tree.match(request.keys[:pages], request.tokens)

@@ -51,6 +51,7 @@ class Request:
     computed: int = 0
     cached: int = 0
     published: int = 0
+    scored: int = 0  # prompt log-probabilities said
     redo: bool = False  # the last cached position is computed again, without writing its row
     pins: list[Pin] = field(default_factory=list)  # shared prefix first, then its own
     pages: Pages = field(default_factory=lambda: NO_PAGES)
@@ -92,6 +93,12 @@ class Request:
     def prefill_end(self) -> int:
         """Prefill computes up to here: all of a prompt, or all but the last of what came since."""
         return self.length - 1 if self.generated else self.length
+
+    @property
+    def wants_scores(self) -> bool:
+        """Are there log-probabilities of its prompt still to be said?"""
+        wanted = self.sampling.prompt_logprobs is not None
+        return wanted and self.scored < self.prompt_length - 1
 
     @property
     def spec(self) -> Spec | None:

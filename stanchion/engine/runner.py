@@ -167,7 +167,7 @@ class _Flight:
             if not finite[first:past].all():
                 one.suspect = "the hidden state of a row is not finite"
             else:
-                if one.piece.request.sampling.prompt_logprobs is not None:
+                if one.piece.request.wants_scores:
                     one.scores = self._score_prompt(one.piece, hidden[first:past])
                 if one.piece.samples:
                     lanes.append(one)
@@ -211,12 +211,14 @@ class _Flight:
     def _score_prompt(self, piece: Piece, hidden: Tensor) -> Scores:
         """Raw log-probabilities of the prompt tokens that follow this piece's positions."""
         request = piece.request
+        first = max(piece.first, request.scored)  # it may have been preempted amid its prompt
         past = min(piece.first + piece.count + 1, request.prompt_length)
-        tokens = request.tokens[piece.first + 1 : past].tolist()
+        tokens = request.tokens[first + 1 : past].tolist()
         scores = Scores([], [])
         for low in range(0, len(tokens), SCORED_ROWS):
             some = tokens[low : low + SCORED_ROWS]
-            logits = self._model.logits(hidden[low : low + len(some)])
+            begin = first - piece.first + low
+            logits = self._model.logits(hidden[begin : begin + len(some)])
             logprobs, top = score(logits, some, [request.sampling.prompt_logprobs] * len(some))
             scores.logprobs.extend(logprobs)
             scores.top.extend(top)

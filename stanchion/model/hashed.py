@@ -29,7 +29,7 @@ END_TOKEN = 256
 CONTEXT_MAX = 1 << 20
 TARGET_LAYERS = 3
 SHARED_LAYER = 2  # attends by the selection of the layer before it
-_INDEX, _LATENT, _ROPE, _READ, _TOKEN, _DRAFT = (np.uint64(tag) for tag in range(1, 7))
+_INDEX, _LATENT, _ROPE = 1, 2, 3
 
 Words = NDArray[np.uint64]
 Ints = NDArray[np.int64]
@@ -111,7 +111,7 @@ class HashModel:
                 latent[:, 0], rope[:, 0], batch.positions, batch.starts, batch.tables,
                 batch.table_starts, cache.page_tokens, selection.counts, selection.chosen,
             )  # fmt: skip
-        return _join(hashes, selection.digest, read), selection
+        return _join(_join(hashes, selection.digest), read), selection
 
     def _select(self, layer: int, hashes: Words, batch: Ragged, cache: Cache) -> Selection:
         with cache.writing(layer, "index") as view:
@@ -130,36 +130,40 @@ def _hidden(hashes: Words, tokens: Ints) -> Tensor:
     return torch.from_numpy(np.stack([hashes.view(np.int64), tokens], 1))
 
 
-def _embed(tokens: Ints, weights: np.uint64) -> Words:
-    return _spread(_spread(tokens.astype(np.uint64) + _TOKEN) ^ weights)
-
-
-def _join(first: Words, *others: Words) -> Words:
-    for other in others:
-        first = _spread(_spread(first) + other)
-    return first
-
-
-def _write(column: Ints, hashes: Words, batch: Ragged, layer: int, tag: np.uint64) -> None:
-    salt = np.uint64(layer * 16) + tag
-    values = _spread(_spread(hashes + salt) ^ _spread(batch.positions.astype(np.uint64)))
-    column[batch.rows, 0] = values.view(np.int64)
-
-
-def _spread(words: Words) -> Words:
-    """splitmix64's finaliser: a bijection on 64 bits in which every input bit moves every output."""
-    words = words + np.uint64(0x9E3779B97F4A7C15)
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
+def _write(column: Ints, hashes: Words, batch: Ragged, layer: int, tag: int) -> None:
+    _fill(column, hashes, batch.positions, batch.rows, np.uint64(layer * 16 + tag))
 
 
 @numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def _mix(word: np.uint64) -> np.uint64:
+    """splitmix64's finaliser: a bijection on 64 bits; every input bit moves every output bit."""
     word = word + np.uint64(0x9E3779B97F4A7C15)
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return word ^ (word >> np.uint64(31))
+
+
+@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _embed(tokens: Ints, weights: np.uint64) -> Words:
+    out = np.empty(len(tokens), np.uint64)
+    for at in range(len(tokens)):
+        out[at] = _mix(_mix(np.uint64(tokens[at])) ^ weights)
+    return out
+
+
+@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _join(first: Words, second: Words) -> Words:
+    out = np.empty(len(first), np.uint64)
+    for at in range(len(first)):
+        out[at] = _mix(_mix(first[at]) + second[at])
+    return out
+
+
+@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _fill(column: Ints, hashes: Words, positions: Ints, rows: Ints, salt: np.uint64) -> None:
+    for at in range(len(rows)):
+        word = _mix(_mix(hashes[at] + salt) ^ _mix(np.uint64(positions[at])))
+        column[rows[at], 0] = np.int64(word)
 
 
 @numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]

@@ -1,0 +1,228 @@
+"""Step 5: measures the exported weights on held-out files, and writes `evaluation.json`.
+
+Loss of raw text and of quote tasks, loss by position, acceptance with proper rejection sampling,
+and how exactly it quotes. The model card has no figure that is not from this file.
+"""
+
+import argparse
+import json
+import math
+import platform
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from batches import Ids, Newlines, Prompt, Quoter, read_ids
+from drafting import Generated, Reader, generate_all
+from export import load_network
+from losses import held_out, losses_by_token, raw_windows
+from network import Network
+from numpy.typing import NDArray
+from progress import report
+from tokenizers import Tokenizer
+
+DRAFTS = 3
+TEMPERATURES = (0.0, 0.7, 0.8)
+PROMPTS = 128
+PROMPT_LENGTH = 768
+ANSWER_LENGTH = 256
+PERCENTILES = (1, 5, 50, 95)
+BANDS = ((0, 512), (512, 1024), (1024, 2048), (2048, 4096), (4096, 8192))
+LONG_PROMPTS = ((1024, 16), (2048, 16), (4096, 16), (8192, 16))
+LONG_ANSWER = 64
+
+Figures = dict[str, object]
+
+
+def rounded(network: Network) -> Network:
+    """With the precision of the exported weights, in fp32."""
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.copy_(parameter.bfloat16())
+    return network
+
+
+def percentiles(values: NDArray[np.float64]) -> dict[str, float]:
+    found = np.percentile(values, PERCENTILES).tolist()
+    named = {f"p{p}": round(v, 3) for p, v in zip(PERCENTILES, found, strict=True)}
+    return {"mean": round(float(values.mean()), 3), **named, "max": round(float(values.max()), 3)}
+
+
+def share(values: NDArray[np.bool_]) -> float:
+    return round(float(values.mean()), 3)
+
+
+def loops(tokens: Ids, window: int = 96, longest: int = 48) -> bool:
+    """Whether nearly all of the end of a text repeats it with one period."""
+    end = tokens[-window:]
+    return any(
+        (end == tokens[-window - period : -period]).mean() > 0.9 for period in range(1, longest + 1)
+    )
+
+
+def acceptance(said: Generated) -> Figures:
+    """Accept length counts the bonus token; both figures are of whole generations."""
+    steps = np.array([len(row) for row in said.accepted], dtype=np.float64)
+    kept = np.array([sum(row) for row in said.accepted], dtype=np.float64)
+    length, rate = kept / steps + 1, kept / steps / DRAFTS
+    return {
+        "generations": len(said.accepted),
+        "verify_steps": int(steps.sum()),
+        "accept_length": percentiles(length),
+        "accept_rate": percentiles(rate),
+        "share_with_accept_length_below_1.4": share(length < 1.4),
+        "share_with_accept_rate_above_0.96": share(rate > 0.96),
+        "share_that_loops": share(np.array([loops(row) for row in said.tokens.numpy()])),
+    }
+
+
+def exactness(said: Generated, prompts: list[Prompt]) -> Figures:
+    answers = np.stack([prompt.answer for prompt in prompts])
+    right: NDArray[np.bool_] = said.tokens.numpy()[:, : answers.shape[1]] == answers
+    before_first_error = right.cumprod(1).sum(1).astype(np.float64)
+    return {
+        "answer_tokens": right.shape[1],
+        "exact_tokens_before_first_error": percentiles(before_first_error),
+        "share_exact_for_16": share(before_first_error >= 16),
+        "share_exact_for_64": share(before_first_error >= 64),
+        "share_exact_throughout": share(before_first_error == right.shape[1]),
+    }
+
+
+class Evaluation:
+    def __init__(self, work: Path, state: str, seed: int, pool: ThreadPoolExecutor) -> None:
+        self.network = rounded(load_network(work / state))
+        self.reader = Reader(self.network)
+        self.ids = read_ids(work / "held_out.bin")
+        self.tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
+        self.quoter = Quoter(Newlines(self.tokenizer))
+        self.seed = seed
+        self.pool = pool
+        self.texts: list[str] = []
+
+    def quote_prompts(self, count: int, length: int, answer: int) -> list[Prompt]:
+        generator = np.random.default_rng(self.seed)
+        return [self.quoter.prompt(self.ids, length, answer, generator) for _ in range(count)]
+
+    def raw_prompts(self, count: int, length: int) -> Ids:
+        starts = np.random.default_rng(self.seed).integers(0, len(self.ids) - length, count)
+        return np.stack([self.ids[start : start + length] for start in starts.tolist()])
+
+    def generate(self, prompts: Ids, count: int, temperature: float) -> Generated:
+        tokens = torch.from_numpy(prompts)
+        return generate_all(self.pool, self.reader, tokens, count, DRAFTS, temperature, self.seed)
+
+    def losses(self) -> Figures:
+        bytes_a_token = len(self.tokenizer.decode(self.ids.tolist()).encode()) / len(self.ids)
+        figures = held_out(self.network, self.ids, self.quoter, 1024, 32)
+        self.network.eval()
+        return {
+            "context": 1024,
+            "windows": 32,
+            **{name: round(value, 4) for name, value in asdict(figures).items()},
+            "raw_bits_a_byte": round(figures.raw / math.log(2) / bytes_a_token, 4),
+        }
+
+    def by_position(self) -> Figures:
+        """By band of windows of 8,192; and the last 512 tokens with less context before them."""
+        windows = raw_windows(self.ids, 8192, 16)
+        losses = torch.stack(
+            list(self.pool.map(lambda w: losses_by_token(self.network, w)[0], windows))
+        )
+        bands = {f"{low}-{high}": float(losses[:, low:high].mean()) for low, high in BANDS}
+        ends = {"8192": float(losses[:, -512:].mean())}
+        for context in (4096, 2048, 1024):
+            cut = [
+                type(w)(w.tokens[-context:], w.labels[-context:], w.answers[-context:])
+                for w in windows
+            ]
+            parts = list(self.pool.map(lambda w: losses_by_token(self.network, w)[0], cut))
+            ends[str(context)] = float(torch.stack(parts)[:, -512:].mean())
+        return {
+            "windows": len(windows),
+            "by_band": {name: round(value, 4) for name, value in bands.items()},
+            "last_512_tokens_by_context": {n: round(value, 4) for n, value in ends.items()},
+        }
+
+    def accepted(self) -> Figures:
+        quotes = self.quote_prompts(PROMPTS, PROMPT_LENGTH, ANSWER_LENGTH)
+        kinds = {
+            "raw": self.raw_prompts(PROMPTS, PROMPT_LENGTH),
+            "quote": np.stack([prompt.tokens for prompt in quotes]),
+        }
+        figures: Figures = {}
+        for kind, prompts in kinds.items():
+            for temperature in TEMPERATURES:
+                said = self.generate(prompts, ANSWER_LENGTH, temperature)
+                found = acceptance(said)
+                if kind == "quote":
+                    found["quoting"] = exactness(said, quotes)
+                figures[f"{kind}, {temperature:g}"] = found
+                report(f"evaluate: {kind} at {temperature:g}: {found['accept_length']}")
+                self.show(kind, temperature, prompts, said)
+        return {
+            "drafts": DRAFTS,
+            "prompt_tokens": PROMPT_LENGTH,
+            "generated_tokens": ANSWER_LENGTH,
+            "rule": "drafts sampled from q, kept with min(1, p/q); special tokens never sampled",
+            "conditions": figures,
+        }
+
+    def show(self, kind: str, temperature: float, prompts: Ids, said: Generated) -> None:
+        for row in (0, 1):
+            prompt = self.tokenizer.decode(prompts[row][-80:].tolist(), skip_special_tokens=False)
+            text = self.tokenizer.decode(said.tokens[row].tolist())
+            self.texts.append(f"=== {kind}, {temperature:g}\n{prompt}\n>>>\n{text}\n")
+
+    def long_quotes(self) -> Figures:
+        """Quoting from far back, greedily: whether long contexts are used and not only borne."""
+        figures: Figures = {}
+        for length, count in LONG_PROMPTS:
+            quotes = self.quote_prompts(count, length, LONG_ANSWER)
+            said = self.generate(np.stack([q.tokens for q in quotes]), LONG_ANSWER, 0.0)
+            figures[str(length)] = {"prompts": count, **exactness(said, quotes)}
+            report(f"evaluate: quoting from {length} tokens: {figures[str(length)]}")
+        return figures
+
+
+def timed(name: str, measure: Callable[[], Figures]) -> Figures:
+    started = time.monotonic()
+    figures = measure()
+    report(f"evaluate: {name} took {time.monotonic() - started:.0f} s")
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, default=Path(".tiny"))
+    parser.add_argument("--state", default="tune.pt", help="file in the working directory")
+    parser.add_argument("--out", type=Path, default=Path("stanchion/model/tiny"))
+    parser.add_argument("--seed", type=int, default=22)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    pool = ThreadPoolExecutor(options.threads, initializer=torch.set_num_threads, initargs=(1,))
+    state = torch.load(options.work / options.state, weights_only=False)
+    with torch.no_grad():
+        evaluation = Evaluation(options.work, options.state, options.seed, pool)
+        figures: Figures = {
+            "seed": options.seed,
+            "torch": torch.__version__,
+            "machine": platform.machine(),
+            "training": state.get("training", {}),
+            "held_out_loss": timed("loss", evaluation.losses),
+            "acceptance": timed("acceptance", evaluation.accepted),
+            "loss_by_position": timed("loss by position", evaluation.by_position),
+            "long_quotes_greedy": timed("long quotes", evaluation.long_quotes),
+        }
+    text = json.dumps(figures, indent=1) + "\n"
+    (options.out / "evaluation.json").write_text(text, encoding="utf-8")
+    (options.work / "texts.txt").write_text("\n".join(evaluation.texts), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

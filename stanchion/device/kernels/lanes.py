@@ -1,0 +1,363 @@
+"""What every CPU kernel is made of: compiled functions, and multiply-adds in a stated order.
+
+`fused(a, b, c)` is one rounding of a * b + c. A sum of products is a chain of them from zero, over
+ascending k; so its bits are fixed by its terms, and tile sizes, batch and machine load cannot
+change them. The tiles below hold such chains in vector registers. NaN and infinity pass through.
+
+Tiles take whole arrays, which so outlive them, and places in them as offsets in float32 elements.
+They check nothing: their callers own the bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+FLOAT = ir.FloatType()
+INT32 = ir.IntType(32)
+INT64 = ir.IntType(64)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile at first use, keep the machine code beside the source, run without the GIL."""
+    return cast(Callable[..., Any], njit(cache=True, nogil=True, error_model="numpy")(function))
+
+
+def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    name = "llvm.fma.f32"
+    if isinstance(a.type, ir.VectorType):
+        name = f"llvm.fma.v{a.type.count}f32"
+    declared = builder.module.globals.get(name)
+    if declared is None:
+        declared = ir.Function(builder.module, ir.FunctionType(a.type, [a.type] * 3), name)
+    return builder.call(declared, [a, b, c])
+
+
+def _splat(builder: Any, value: Any, lanes: int) -> Any:
+    vector = ir.VectorType(FLOAT, lanes)
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, INT32(0))
+    mask = ir.Constant(ir.VectorType(INT32, lanes), [0] * lanes)
+    return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), mask)
+
+
+def _pick(builder: Any, first: Any, second: Any, places: list[int]) -> Any:
+    mask = ir.Constant(ir.VectorType(INT32, len(places)), places)
+    return builder.shuffle_vector(first, second, mask)
+
+
+def _load(builder: Any, pointer: Any, lanes: int) -> Any:
+    wide = builder.bitcast(pointer, ir.VectorType(FLOAT, lanes).as_pointer())
+    return builder.load(wide, align=4)
+
+
+def _store(builder: Any, vector: Any, pointer: Any) -> None:
+    builder.store(vector, builder.bitcast(pointer, vector.type.as_pointer()), align=4)
+
+
+def _start(context: Any, builder: Any, kind: Any, array: Any, element: Any = FLOAT) -> Any:
+    """Where an array's elements begin."""
+    made = context.make_array(kind)(context, builder, array)
+    return builder.bitcast(made.data, element.as_pointer())
+
+
+@intrinsic
+def _fused(typing: Any, a: Any, b: Any, c: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return _fma(builder, *arguments)
+
+    return types.float32(types.float32, types.float32, types.float32), code
+
+
+@intrinsic
+def _bits(typing: Any, value: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], INT32)
+
+    return types.int32(types.float32), code
+
+
+@intrinsic
+def _unbits(typing: Any, value: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], FLOAT)
+
+    return types.float32(types.int32), code
+
+
+# The typed faces of the three: Python never runs them, compiled functions do.
+fused = cast(Callable[[Any, Any, Any], Any], _fused)
+bits = cast(Callable[[Any], Any], _bits)
+unbits = cast(Callable[[Any], Any], _unbits)
+
+
+def _chains(builder: Any, rows: list[Any], right: Any, terms: Any, shape: tuple[int, int]) -> Any:
+    """For each row pointer and vector v: the chain over k of row[k] * right(k)[v]."""
+    vectors, lanes = shape
+    zero = ir.Constant(ir.VectorType(FLOAT, lanes), [0.0] * lanes)
+    entry = builder.block
+    body = builder.append_basic_block("chain")
+    done = builder.append_basic_block("chained")
+    builder.cbranch(builder.icmp_signed("<", INT64(0), terms), body, done)
+    builder.position_at_end(body)
+    k = builder.phi(INT64)
+    k.add_incoming(INT64(0), entry)
+    held = [[builder.phi(zero.type) for _ in range(vectors)] for _ in rows]
+    pointer = right(k)
+    places = [builder.gep(pointer, [INT64(v * lanes)]) for v in range(vectors)]
+    loaded = [_load(builder, place, lanes) for place in places]
+    following = []
+    for row, kept in zip(rows, held):
+        value = _splat(builder, builder.load(builder.gep(row, [k])), lanes)
+        following.append([_fma(builder, value, one, before) for one, before in zip(loaded, kept)])
+    stepped = builder.add(k, INT64(1))
+    k.add_incoming(stepped, body)
+    for kept, after in zip(held, following):
+        for phi, value in zip(kept, after):
+            phi.add_incoming(zero, entry)
+            phi.add_incoming(value, body)
+    builder.cbranch(builder.icmp_signed("<", stepped, terms), body, done)
+    builder.position_at_end(done)
+    results: list[list[Any]] = []
+    for after in following:
+        results.append([])
+        for value in after:
+            phi = builder.phi(zero.type)
+            phi.add_incoming(zero, entry)
+            phi.add_incoming(value, body)
+            results[-1].append(phi)
+    return results
+
+
+def _offsets(builder: Any, table: Any, at: Any, count: int) -> list[Any]:
+    """table[at : at + count], each in a register."""
+    places = [builder.add(at, INT64(row)) for row in range(count)]
+    return [builder.load(builder.gep(table, [place])) for place in places]
+
+
+def _keep(builder: Any, sums: Any, target: Any, places: list[Any], lanes: int) -> None:
+    for one, place in zip(sums, places):
+        for v, value in enumerate(one):
+            _store(builder, value, builder.gep(target, [builder.add(place, INT64(v * lanes))]))
+
+
+def product_tile(rows: int, vectors: int, lanes: int) -> Callable[..., Any]:
+    """out[r, :] = chain over k of left[r, k] * right[k, :], for a tile of rows and lanes.
+
+    tile(left, lefts, right, right_at, right_stride, terms, out, out_at, outs, at): row r of the
+    left side begins at left[lefts[at + r]], its result at out[out_at + outs[at + r]].
+    """
+
+    @intrinsic
+    def tile(
+        typing: Any, left: Any, lefts: Any, right: Any, right_at: Any, right_stride: Any,
+        terms: Any, out: Any, out_at: Any, outs: Any, at: Any,
+    ) -> Any:
+        kinds = (left, lefts, right, *[types.int64] * 3, out, types.int64, outs, types.int64)
+
+        def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            left_row = _start(context, builder, left, arguments[0])
+            left_table = _start(context, builder, lefts, arguments[1], INT64)
+            matrix = _start(context, builder, right, arguments[2])
+            right_at, stride, terms = arguments[3:6]
+            target = _start(context, builder, out, arguments[6])
+            out_at = arguments[7]
+            out_table = _start(context, builder, outs, arguments[8], INT64)
+            at = arguments[9]
+            places = _offsets(builder, left_table, at, rows)
+            sums = _chains(
+                builder,
+                [builder.gep(left_row, [place]) for place in places],
+                lambda k: builder.gep(matrix, [builder.add(right_at, builder.mul(k, stride))]),
+                terms,
+                (vectors, lanes),
+            )
+            places = [builder.add(out_at, one) for one in _offsets(builder, out_table, at, rows)]
+            _keep(builder, sums, target, places, lanes)
+            return context.get_dummy_value()
+
+        return types.void(*kinds), code
+
+    return cast(Callable[..., Any], tile)
+
+
+def gathered_tile(rows: int, vectors: int, lanes: int) -> Callable[..., Any]:
+    """The same with scattered rows on the right: row k begins at right[right_at + rights[k]].
+
+    tile(left, left_at, left_stride, right, right_at, rights, terms, out, out_at, out_stride)
+    """
+
+    @intrinsic
+    def tile(
+        typing: Any, left: Any, left_at: Any, left_stride: Any, right: Any, right_at: Any,
+        rights: Any, terms: Any, out: Any, out_at: Any, out_stride: Any,
+    ) -> Any:
+        whole = types.int64
+        kinds = (left, whole, whole, right, whole, rights, whole, out, whole, whole)
+
+        def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            left_row = _start(context, builder, left, arguments[0])
+            left_at, left_stride = arguments[1:3]
+            matrix = _start(context, builder, right, arguments[3])
+            right_at = arguments[4]
+            table = _start(context, builder, rights, arguments[5], INT64)
+            target = _start(context, builder, out, arguments[7])
+            out_at, out_stride = arguments[8:10]
+
+            def strided(first: Any, stride: Any) -> list[Any]:
+                return [builder.add(first, builder.mul(stride, INT64(r))) for r in range(rows)]
+
+            def right_row(k: Any) -> Any:
+                place = builder.load(builder.gep(table, [k]))
+                return builder.gep(matrix, [builder.add(right_at, place)])
+
+            starts = [builder.gep(left_row, [one]) for one in strided(left_at, left_stride)]
+            sums = _chains(builder, starts, right_row, arguments[6], (vectors, lanes))
+            _keep(builder, sums, target, strided(out_at, out_stride), lanes)
+            return context.get_dummy_value()
+
+        return types.void(*kinds), code
+
+    return cast(Callable[..., Any], tile)
+
+
+def _summed(builder: Any, vectors: list[Any], lanes: int) -> list[Any]:
+    """Sum each vector's lanes as a tree over neighbours; the sums stand in order."""
+    while lanes > 1:
+        if len(vectors) > 1:
+            wide = 2 * vectors[0].type.count
+            pairs = list(zip(vectors[::2], vectors[1::2]))
+        else:
+            wide = vectors[0].type.count
+            pairs = [(vectors[0], ir.Constant(vectors[0].type, ir.Undefined))]
+        vectors = [
+            builder.fadd(
+                _pick(builder, one, two, list(range(0, wide, 2))),
+                _pick(builder, one, two, list(range(1, wide, 2))),
+            )
+            for one, two in pairs
+        ]
+        lanes //= 2
+    return vectors
+
+
+def scored_tile(lanes: int) -> Callable[..., Any]:
+    """Index scores of 8 keys for one query: out[r] = sum over heads of w[h] * relu(key[r] . q[h]).
+
+    tile(keys, offsets, at, queries, query_at, terms, weights, weight_at, out, out_at, first): key
+    r begins at keys[offsets[at + r]]; queries hold (terms, lanes) with a head a lane; the heads'
+    sum is a tree over neighbours. With first = 0 it is added to out.
+    """
+    rows = 8
+
+    @intrinsic
+    def tile(
+        typing: Any, keys: Any, offsets: Any, at: Any, queries: Any, query_at: Any, terms: Any,
+        weights: Any, weight_at: Any, out: Any, out_at: Any, first: Any,
+    ) -> Any:
+        whole = types.int64
+        kinds = (keys, offsets, whole, queries, whole, whole, weights, whole, out, whole, whole)
+
+        def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            key_row = _start(context, builder, keys, arguments[0])
+            table = _start(context, builder, offsets, arguments[1], INT64)
+            matrix = _start(context, builder, queries, arguments[3])
+            query_at = arguments[4]
+            weight_row = _start(context, builder, weights, arguments[6])
+            target = _start(context, builder, out, arguments[8])
+            places = _offsets(builder, table, arguments[2], rows)
+
+            def query_row(k: Any) -> Any:
+                place = builder.mul(k, INT64(lanes))
+                return builder.gep(matrix, [builder.add(query_at, place)])
+
+            starts = [builder.gep(key_row, [place]) for place in places]
+            sums = _chains(builder, starts, query_row, arguments[5], (1, lanes))
+            weight = _load(builder, builder.gep(weight_row, [arguments[7]]), lanes)
+            zero = ir.Constant(weight.type, [0.0] * lanes)
+            weighted = []
+            for (value,) in sums:
+                negative = builder.fcmp_ordered("<", value, zero)  # false for NaN, which stays
+                weighted.append(builder.fmul(weight, builder.select(negative, zero, value)))
+            starting = builder.icmp_signed("!=", arguments[10], INT64(0))
+            place = arguments[9]
+            for vector in _summed(builder, weighted, lanes):
+                pointer = builder.gep(target, [place])
+                added = builder.fadd(_load(builder, pointer, vector.type.count), vector)
+                _store(builder, builder.select(starting, vector, added), pointer)
+                place = builder.add(place, INT64(vector.type.count))
+            return context.get_dummy_value()
+
+        return types.void(*kinds), code
+
+    return cast(Callable[..., Any], tile)
+
+
+@intrinsic
+def _count_at_least(typing: Any, codes: Any, count: Any, floor: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = _start(context, builder, codes, arguments[0], INT32)
+        count, floor = arguments[1:]
+        vector = ir.VectorType(INT32, 16)
+        first = builder.insert_element(ir.Constant(vector, ir.Undefined), floor, INT32(0))
+        floors = _pick(builder, first, first, [0] * 16)
+        zero = ir.Constant(vector, [0] * 16)
+        entry = builder.block
+        body = builder.append_basic_block("count")
+        done = builder.append_basic_block("counted")
+        builder.cbranch(builder.icmp_signed("<", INT64(0), count), body, done)
+        builder.position_at_end(body)
+        at = builder.phi(INT64)
+        total = builder.phi(vector)
+        place = builder.bitcast(builder.gep(pointer, [at]), vector.as_pointer())
+        hits = builder.icmp_signed(">=", builder.load(place, align=4), floors)
+        after = builder.sub(total, builder.sext(hits, vector))
+        stepped = builder.add(at, INT64(16))
+        at.add_incoming(INT64(0), entry)
+        at.add_incoming(stepped, body)
+        total.add_incoming(zero, entry)
+        total.add_incoming(after, body)
+        builder.cbranch(builder.icmp_signed("<", stepped, count), body, done)
+        builder.position_at_end(done)
+        result = builder.phi(vector)
+        result.add_incoming(zero, entry)
+        result.add_incoming(after, body)
+        summed = builder.extract_element(result, INT32(0))
+        for lane in range(1, 16):
+            summed = builder.add(summed, builder.extract_element(result, INT32(lane)))
+        return builder.sext(summed, INT64)
+
+    return types.int64(codes, types.int64, types.int32), code
+
+
+# count_at_least(codes, count, floor): how many of the first `count` int32 are at least `floor`;
+# count is a multiple of 16.
+count_at_least = cast(Callable[[Any, Any, Any], Any], _count_at_least)
+
+
+@compiled
+def exponential(x: Any) -> Any:
+    """e to the x in float32, about 1 ulp; clamped to the normal range, NaN stays NaN."""
+    if x > np.float32(88.0):
+        x = np.float32(88.0)
+    if x < np.float32(-87.0):
+        x = np.float32(-87.0)
+    magic = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer in the low bits
+    shifted = fused(x, np.float32(1.4426950408889634), magic)
+    power = shifted - magic
+    rest = fused(power, np.float32(-0.693145751953125), x)
+    rest = fused(power, np.float32(-1.4286068203094173e-06), rest)
+    value = np.float32(1.9841270e-4)
+    value = fused(value, rest, np.float32(1.3888889e-3))
+    value = fused(value, rest, np.float32(8.3333333e-3))
+    value = fused(value, rest, np.float32(4.1666667e-2))
+    value = fused(value, rest, np.float32(1.6666667e-1))
+    value = fused(value, rest, np.float32(0.5))
+    value = fused(value, rest, np.float32(1.0))
+    value = fused(value, rest, np.float32(1.0))
+    exponent = np.int32(bits(shifted) - np.int32(0x4B400000)) + np.int32(127)
+    return value * unbits(np.int32(np.int32(exponent) << np.int32(23)))

@@ -1,0 +1,193 @@
+"""One generation request, from its `Ask` to the last byte: starts, follows, answers, lets go.
+
+Promises: the response starts with the worker's first message, so an error before any token has
+its HTTP status; a client that leaves is noticed while waiting, streaming and blocked on a write,
+and what it had running is aborted at once; nothing but the end of every choice writes a success.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from functools import reduce
+from uuid import uuid4
+
+from stanchion.core.errors import ServeError
+from stanchion.core.messages import PromptScores
+from stanchion.core.outcome import Cancelled, Outcome, worse
+from stanchion.gateway.choice import ChoiceFold, Piece
+from stanchion.gateway.failures import failure
+from stanchion.gateway.ledger import Mail, Ticket
+from stanchion.gateway.link import Link
+from stanchion.gateway.metrics import Metrics, tag
+from stanchion.gateway.openai import Ask
+from stanchion.gateway.replies import Reply, error_body, event
+from stanchion.gateway.web import Call
+
+STREAM = b"text/event-stream; charset=utf-8"
+_STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+
+
+def mint() -> str:
+    return uuid4().hex
+
+
+@dataclass
+class _Choice:
+    ticket: Ticket
+    fold: ChoiceFold
+    pieces: list[Piece] = field(default_factory=list)
+    scores: PromptScores | None = None
+    told: bool = False  # its finish chunk was written
+    last_at: float | None = None
+
+    def whole(self) -> Piece:
+        text = "".join(piece.text for piece in self.pieces)
+        return Piece(text, tuple(one for piece in self.pieces for one in piece.scored))
+
+
+_LEFT: Outcome = Cancelled("client")
+
+
+class Generation:
+    def __init__(self, call: Call, ask: Ask, tenant: str, link: Link, metrics: Metrics) -> None:
+        self._call = call
+        self._ask = ask
+        self._link = link
+        self._metrics = metrics
+        self._bell = asyncio.Event()
+        self._began = time.monotonic()
+        tickets = link.start(ask.starts(tenant, mint), self._bell.set)
+        self.choices = [_Choice(ticket, ChoiceFold(ask.style)) for ticket in tickets]
+        self.folds = [choice.fold for choice in self.choices]
+        self._reply = Reply(ask, call.name, int(time.time()), self.folds)
+        metrics.accepted(sum(map(len, ask.prompts)))
+
+    async def run(self) -> ServeError | None:
+        """The error to answer with, if the response has not started; None if all is said."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                watch = group.create_task(self._watch())
+                try:
+                    return await (self._stream() if self._ask.stream else self._whole())
+                finally:
+                    watch.cancel()
+        finally:
+            self._leave()
+            self._account()
+
+    def outcome(self) -> str:
+        """The worst of the choices, in a word, for the log."""
+        if all(fold.end is not None for fold in self.folds):
+            return "completed"
+        failed = [fold.failed for fold in self.folds if fold.failed is not None]
+        return tag(reduce(worse, failed, _LEFT))
+
+    # ---- the two ways -----------------------------------------------------------------------
+
+    async def _whole(self) -> ServeError | None:
+        while not all(fold.over() for fold in self.folds):
+            await self._news()
+            if (error := self._failed()) is not None:
+                return error
+            if self._client_left():
+                return None
+        pieces = [choice.whole() for choice in self.choices]
+        scores = [choice.scores for choice in self.choices[:: self._ask.n]]
+        await self._call.json(200, self._reply.whole(pieces, scores))
+        return None
+
+    async def _stream(self) -> ServeError | None:
+        while not all(fold.over() for fold in self.folds):
+            await self._news()
+            if self._client_left():
+                return None
+            error = self._failed()
+            if error is not None and not self._call.started:
+                return error
+            if not self._call.started:
+                await self._call.start(200, STREAM, _STREAM_HEADERS)
+                await self._call.write(b"".join(map(event, self._reply.opening())))
+            if written := self._chunks():
+                await self._call.write(written)
+            if error is not None:
+                # The body ends here without its end mark, and the connection with it: a client
+                # that does not know `error` events still cannot take this for a whole answer.
+                await self._call.write(event(error_body(error)))
+                return None
+        await self._call.send({"type": "http.response.body", "body": self._reply.done()})
+        return None
+
+    def _chunks(self) -> bytes:
+        """What the client has not seen of each choice, and its finish where it ended well."""
+        said: list[bytes] = []
+        for index, choice in enumerate(self.choices):
+            piece = choice.whole()
+            choice.pieces.clear()
+            if (chunk := self._reply.delta(index, piece)) is not None:
+                said.append(event(chunk))
+            if choice.fold.end is not None and not choice.told:
+                choice.told = True
+                said.append(event(self._reply.final(index, Piece())))
+        return b"".join(said)
+
+    # ---- what came --------------------------------------------------------------------------
+
+    async def _news(self) -> None:
+        await self._bell.wait()
+        self._bell.clear()
+        for choice in self.choices:
+            if (mail := choice.ticket.take()) is not None and not choice.fold.over():
+                self._read(choice, mail)
+
+    def _read(self, choice: _Choice, mail: Mail) -> None:
+        fold = choice.fold
+        fold.cached_tokens = mail.cached_tokens
+        fold.spec = mail.spec or fold.spec
+        choice.scores = mail.scores or choice.scores
+        before = fold.tokens
+        choice.pieces.append(fold.push(mail.tokens, mail.logprobs, mail.top))
+        self._time(choice, fold.tokens - before)
+        if mail.ended is not None:
+            choice.pieces.append(fold.finish(mail.ended))
+        if fold.over():
+            self._link.leave(choice.ticket, "stop_string" if fold.end else "monitor")
+
+    def _time(self, choice: _Choice, tokens: int) -> None:
+        if not tokens:
+            return
+        now = time.monotonic()
+        if choice.last_at is None:
+            self._metrics.first_token(now - self._began)
+        else:
+            self._metrics.next_tokens(now - choice.last_at, tokens)
+        choice.last_at = now
+        self._metrics.generated(tokens)
+
+    def _failed(self) -> ServeError | None:
+        for fold in self.folds:
+            if fold.failed is not None and fold.failed != _LEFT:
+                return failure(fold.failed)
+        return None
+
+    def _client_left(self) -> bool:
+        return any(fold.failed == _LEFT for fold in self.folds)
+
+    # ---- letting go -------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        await self._call.gone()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Whatever is still running has no reader any more."""
+        for choice in self.choices:
+            self._link.leave(choice.ticket, "client")
+
+    def _account(self) -> None:
+        seconds = time.monotonic() - self._began
+        for index, fold in enumerate(self.folds):
+            reason = fold.end.reason if fold.end else None
+            prompt = len(self._ask.prompt_of(index))
+            self._metrics.ended(fold.failed or _LEFT, reason, prompt, fold.cached_tokens, seconds)

@@ -1,0 +1,201 @@
+"""What is in flight at one worker, and what that worker last said of itself. Pure.
+
+Promises: every accepted request ends exactly once, for its reader and in this table; a message for
+a request that is not in the table changes nothing and is counted; a reader that is slow finds its
+messages merged, never dropped, and holds up nobody.
+
+A request whose reader left stays in the table until the worker says `Ended` (or is lost): it still
+holds pages there, and counts against the bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from stanchion.core.errors import Bug
+from stanchion.core.messages import (
+    Drained,
+    Ended,
+    FromWorker,
+    Hello,
+    Progress,
+    PromptScores,
+    Spec,
+    Tokens,
+    TopToken,
+)
+from stanchion.core.outcome import Cancelled, Leaver, Outcome, PeerLost
+
+
+@dataclass
+class Mail:
+    """All that came for one request since its reader last looked."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top: list[list[TopToken]] = field(default_factory=list)
+    cached_tokens: int = 0
+    spec: Spec | None = None
+    scores: PromptScores | None = None
+    ended: Outcome | None = None
+
+
+class Ticket:
+    """One accepted request, for its reader."""
+
+    def __init__(self, request: str, ring: Callable[[], None]) -> None:
+        self.request = request
+        self._ring = ring
+        self._mail: Mail | None = None
+        self._closed = False  # the reader has been, or need not be, told an ending
+        self._cached_tokens = 0
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def take(self) -> Mail | None:
+        mail, self._mail = self._mail, None
+        return mail
+
+    def put(self, message: Tokens | PromptScores | Ended) -> None:
+        if self._closed:
+            return
+        mail = self._open()
+        if isinstance(message, PromptScores):
+            mail.scores = message
+        else:
+            self._cached_tokens = max(self._cached_tokens, message.cached_tokens)
+            mail.cached_tokens = self._cached_tokens
+            mail.spec = message.spec or mail.spec
+            if isinstance(message, Tokens):
+                mail.tokens.extend(message.tokens)
+                mail.logprobs.extend(message.logprobs)
+                mail.top.extend(message.top or ())
+            else:
+                self._close(mail, message.outcome)
+        self._ring()
+
+    def close(self, outcome: Outcome) -> None:
+        """Ends it for the reader now, whatever the worker says later."""
+        if not self._closed:
+            self._close(self._open(), outcome)
+            self._ring()
+
+    def _open(self) -> Mail:
+        if self._mail is None:
+            self._mail = Mail(cached_tokens=self._cached_tokens)
+        return self._mail
+
+    def _close(self, mail: Mail, outcome: Outcome) -> None:
+        mail.ended = outcome
+        self._closed = True
+
+
+class Ledger:
+    def __init__(self, silence_s: float, stall_s: float) -> None:
+        self._silence_s = silence_s
+        self._stall_s = stall_s
+        self._tickets: dict[str, Ticket] = {}
+        self.hello: Hello | None = None
+        self.progress: Progress | None = None
+        self.drained = False
+        self.unknown = 0  # messages for requests that are not in the table
+        self.lost = 0  # times the worker was lost
+        self._heard_at = 0.0  # Hello or Progress
+        self._moved_at = 0.0  # the engine's counters changed, or nothing was asked of it
+        self._held_at = 0.0  # the worker said it holds something, or was just given something
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def open(self, request: str, ring: Callable[[], None], now: float) -> Ticket:
+        if request in self._tickets:
+            raise Bug(f"request {request} was minted twice")
+        if not self._tickets:
+            self._moved_at = now
+        self._held_at = now
+        ticket = self._tickets[request] = Ticket(request, ring)
+        return ticket
+
+    def forget(self, ticket: Ticket) -> None:
+        """It never reached the worker."""
+        self._tickets.pop(ticket.request)
+
+    def leave(self, ticket: Ticket, by: Leaver) -> bool:
+        """The reader wants no more. True if the worker must be told."""
+        if ticket.closed:
+            return False
+        ticket.close(Cancelled(by))
+        return ticket.request in self._tickets
+
+    def leave_all(self, by: Leaver) -> list[str]:
+        return [ticket.request for ticket in self._tickets.values() if self.leave(ticket, by)]
+
+    def hear(self, message: FromWorker, now: float) -> None:
+        match message:
+            case Hello():
+                self.hello, self.drained = message, False
+                self._heard_at = self._moved_at = self._held_at = now
+            case Progress():
+                self._progress(message, now)
+            case Drained():
+                self.drained = True
+            case Ended():
+                self._held_at = now
+                if ticket := self._tickets.pop(message.request, None):
+                    ticket.put(message)
+                else:
+                    self.unknown += 1
+            case Tokens() | PromptScores():
+                self._held_at = now
+                if known := self._tickets.get(message.request):
+                    known.put(message)
+                else:
+                    self.unknown += 1
+
+    def lose(self, why: str) -> list[str]:
+        """The worker is gone: everything in flight ends, and is returned by name."""
+        names = list(self._tickets)
+        for ticket in self._tickets.values():
+            ticket.close(PeerLost(why))
+        self._tickets.clear()
+        self.hello = None
+        self.lost += 1
+        return names
+
+    def overdue(self, now: float) -> str | None:
+        """Why the worker must be taken for lost, if it must."""
+        if self.hello is None:
+            return None
+        if now - self._heard_at > self._silence_s:
+            return f"the worker was silent for {self._silence_s:g} s"
+        if self._tickets and now - self._held_at > self._silence_s:
+            return f"for {self._silence_s:g} s the worker knew of no request that it was given"
+        return None
+
+    def why_not_ready(self, now: float) -> list[str]:
+        if self.hello is None:
+            return ["the worker has not said hello"]
+        reasons = []
+        if self.progress is None:
+            reasons.append("the worker has not reported progress")
+        elif now - self._heard_at > 2.0:  # it is said twice a second
+            reasons.append(f"no report from the worker for {now - self._heard_at:.1f} s")
+        if self._tickets and now - self._moved_at > self._stall_s:
+            stalled = now - self._moved_at
+            reasons.append(f"{len(self._tickets)} in flight, no step for {stalled:.1f} s")
+        return reasons
+
+    def _progress(self, said: Progress, now: float) -> None:
+        before, self.progress = self.progress, said
+        self._heard_at = now
+        moved = before is None or (before.steps, before.prefill_tokens) != (
+            said.steps,
+            said.prefill_tokens,
+        )
+        if moved or not self._tickets:
+            self._moved_at = now
+        if said.running + said.waiting > 0 or not self._tickets:
+            self._held_at = now

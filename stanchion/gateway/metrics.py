@@ -1,0 +1,130 @@
+"""Counters and gauges in Prometheus's form, named as near to vLLM's as meaning allows.
+
+What the gateway sees itself is counted here; what only the worker knows is read from its last
+`Progress` at the time of the scrape. A registry of its own: two gateways in one process do not mix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from stanchion.core.messages import Hello, Progress, Spec
+from stanchion.core.outcome import Outcome
+from stanchion.gateway.ledger import Ledger
+
+CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+_PREFIX = "stanchion:"
+_TTFT_S = (0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
+_ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 10)
+_E2E_S = (0.1, 0.3, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 240, 480, 960, 1920)
+
+
+class Metrics:
+    def __init__(self, ledger: Ledger) -> None:
+        self.registry = CollectorRegistry()
+        self._prompt = self._counter("prompt_tokens", "Prompt tokens of accepted requests")
+        self._generated = self._counter("generation_tokens", "Tokens generated for clients")
+        self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up")
+        self._hits = self._counter("prefix_cache_hits", "Prompt tokens found in the cache")
+        self._ended = self._counter("requests_ended", "Answers ended, any outcome", "outcome")
+        self._success = self._counter("request_success", "Answers completed", "finished_reason")
+        self._replies = self._counter("http_replies", "HTTP replies", "route", "status")
+        self._first = self._histogram("time_to_first_token_seconds", "To the first token", _TTFT_S)
+        self._next = self._histogram("inter_token_latency_seconds", "Between tokens", _ITL_S)
+        self._whole = self._histogram("e2e_request_latency_seconds", "To the end", _E2E_S)
+        self.registry.register(_Worker(ledger))
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def reply(self, route: str, status: int) -> None:
+        self._replies.labels(route, str(status)).inc()
+
+    def accepted(self, prompt_tokens: int) -> None:
+        self._prompt.inc(prompt_tokens)
+
+    def first_token(self, seconds: float) -> None:
+        self._first.observe(seconds)
+
+    def next_tokens(self, seconds: float, tokens: int) -> None:
+        """`seconds` since the message before; a batch counts as one wait, as clients see it."""
+        self._next.observe(seconds / tokens)
+
+    def generated(self, tokens: int) -> None:
+        self._generated.inc(tokens)
+
+    def ended(
+        self, outcome: Outcome, reason: str | None, prompt: int, cached: int, seconds: float
+    ) -> None:
+        """One answer. `reason` where it ended well, else its outcome."""
+        self._ended.labels("completed" if reason else tag(outcome)).inc()
+        if reason:
+            self._success.labels(reason).inc()
+            self._whole.observe(seconds)
+            self._queries.inc(prompt)
+            self._hits.inc(cached)
+
+    def _counter(self, name: str, words: str, *labels: str) -> Counter:
+        return Counter(_PREFIX + name, words, labels, registry=self.registry)
+
+    def _histogram(self, name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(_PREFIX + name, words, buckets=buckets, registry=self.registry)
+
+
+def tag(outcome: Outcome) -> str:
+    return str(outcome.__struct_config__.tag)
+
+
+class _Worker(Collector):
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        yield _gauge("requests_in_flight", "Sequences accepted and not ended", len(self._ledger))
+        yield _count("unknown_messages", "Messages for no known request", self._ledger.unknown)
+        yield _count("worker_lost", "Times the worker was lost", self._ledger.lost)
+        if (said := self._ledger.progress) is not None:
+            yield from _load(said, self._ledger.hello)
+            yield from _speculation(said)
+
+
+def _load(said: Progress, hello: Hello | None) -> Iterator[Metric]:
+    used = said.pages - said.pages_free
+    yield _gauge("num_requests_running", "Sequences being computed", said.running)
+    yield _gauge("num_requests_waiting", "Sequences waiting", said.waiting)
+    if said.pages:
+        yield _gauge("kv_cache_usage_perc", "Share of KV pages in use, 0 to 1", used / said.pages)
+    yield _gauge("kv_pages_free", "KV pages free", said.pages_free)
+    yield _gauge("kv_pages_cached", "KV pages kept only for reuse", said.pages_cached)
+    yield _count("engine_steps", "Steps of the engine", said.steps)
+    yield _count("prefill_tokens", "Prompt tokens computed", said.prefill_tokens)
+    yield _count("engine_busy_seconds", "Time in steps", said.busy_s)
+    yield _count("num_preemptions", "Sequences set back for want of pages", said.preempted)
+    yield _count("corrupted_requests", "Answers stopped as not trustworthy", said.suspect)
+    if hello is not None:
+        yield _gauge("context_tokens_max", "Longest sequence", hello.context_max)
+
+
+def _speculation(said: Progress) -> Iterator[Metric]:
+    spec = Spec(said.verify_steps, said.verify_steps + said.accepted, said.proposed, said.accepted)
+    yield _count("spec_decode_num_drafts", "Verify steps", spec.verify_steps)
+    yield _count("spec_decode_num_draft_tokens", "Draft tokens proposed", spec.proposed)
+    yield _count("spec_decode_num_accepted_tokens", "Draft tokens accepted", spec.accepted)
+    if spec.proposed and spec.verify_steps:  # nothing measured: no value, never 0
+        yield _gauge("spec_accept_rate", "Accepted / proposed", spec.accepted / spec.proposed)
+        yield _gauge("spec_accept_length", "Tokens a verify step", spec.tokens / spec.verify_steps)
+
+
+def _gauge(name: str, words: str, value: float) -> Metric:
+    return GaugeMetricFamily(_PREFIX + name, words, value=value)
+
+
+def _count(name: str, words: str, value: float) -> Metric:
+    return CounterMetricFamily(_PREFIX + name, words, value=value)

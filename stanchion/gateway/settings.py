@@ -1,0 +1,51 @@
+"""What a gateway may be told, and every bound that it holds its clients to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from typing import Annotated
+
+from stanchion.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class GatewaySettings:
+    host: Annotated[str, "address to listen on"] = "127.0.0.1"
+    port: Annotated[int, "port to listen on; 0 takes a free one"] = 8000
+    api_keys: Annotated[tuple[str, ...], "secret, or name:secret; the name is the tenant"] = field(
+        default=(), repr=False
+    )
+    served_model_name: Annotated[str, "the model's name in the API; the worker's if empty"] = ""
+    in_flight_max: Annotated[int, "sequences accepted at once; beyond is 429"] = 256
+    body_bytes_max: Annotated[int, "largest request body"] = 32 * 2**20
+    body_s: Annotated[float, "longest time a body may take to arrive"] = 60.0
+    chat_tokens: Annotated[int, "max_tokens of a chat that does not say"] = 4096
+    generated_tokens_max: Annotated[int, "bound of choices * max_tokens"] = 4 * 2**20
+    worker_silence_s: Annotated[float, "a worker silent for so long is lost"] = 10.0
+    stall_s: Annotated[float, "running without progress for so long is not ready"] = 30.0
+    drain_s: Annotated[float, "longest time that SIGTERM waits for what was accepted"] = 300.0
+    retry_after_s: Annotated[float, "what a refused client is told to wait"] = 1.0
+
+    def check(self) -> None:
+        if not self.api_keys and not _loopback(self.host):
+            raise ConfigError(
+                f"host {self.host} is beyond loopback: that needs at least one API key (api_keys)"
+            )
+        for name in ("in_flight_max", "body_bytes_max", "chat_tokens", "generated_tokens_max"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1")
+        for name in ("body_s", "worker_silence_s", "stall_s", "drain_s", "retry_after_s"):
+            if not 0 < getattr(self, name) < 10**6:
+                raise ConfigError(f"{name} must be a number of seconds above 0")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError("port must be from 0 to 65535")
+
+
+def _loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
