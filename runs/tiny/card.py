@@ -132,8 +132,11 @@ def position_table(figures: dict[str, Any]) -> str:
     return f"{bands}\n\n{ends}"
 
 
-def card(corpus: dict[str, Any], evaluation: dict[str, Any], shape: Shape, seed: int) -> str:
+def card(
+    corpus: dict[str, Any], evaluation: dict[str, Any], shape: Shape, seed: int, note: str
+) -> str:
     training, losses = evaluation["training"], evaluation["held_out_loss"]
+    note = f" {note}" if note else ""
     tuned = ""
     if "tune_minutes" in training:
         tuned = (
@@ -188,12 +191,13 @@ can repeat passages of its training text, above all when it is asked to quote th
 
 `runs/train_tiny.sh` makes all of it again: {training["train_minutes"]:.0f} minutes,
 {training["train_steps"]} steps, {training["train_tokens"] / 1e6:.1f} M tokens on two CPU cores
-(seed {seed}). The schedule follows the clock, so a repeat is alike and not the same.
+(seed {seed}). The schedule follows the clock, so a repeat is alike and not the same.{note}
 
 * Muon for matrices, Adam for all else; bf16 with fp32 masters; experts balanced by routing biases.
-* Sequences of 256, then 512 tokens with dense attention; then sparse: 1,024, 2,048, 4,096. In the
-  last two phases half of the sequences are cut in parts and pulled apart to positions as far as
-  8,192 and 12,288. The indexer learns all along, from its own loss alone (KL to the attention).
+* Sequences of 256, then 512 tokens with dense attention; then sparse: 1,024, 2,048, 4,096. In
+  the sparse phases half of the sequences are cut in parts and pulled apart, to positions as far as
+  4,096, 8,192 and 12,288. The indexer learns all along, from its own loss alone (KL to the
+  attention).
 * 35 % of the sequences are *quote* tasks: a part of a file, then a conversation in the format of
   the chat template; the user gives a line, the assistant answers with it and what follows.
 * The draft layer gets the hidden state after the final norm, and is fed its own post-norm output;
@@ -245,12 +249,13 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path(".tiny"))
     parser.add_argument("--out", type=Path, default=Path("stanchion/model/tiny"))
     parser.add_argument("--seed", type=int, default=20, help="the seed of corpus and training")
+    parser.add_argument("--note", default="", help="a sentence on this very run")
     options = parser.parse_args()
     corpus = json.loads((options.work / "corpus.json").read_text(encoding="utf-8"))
     evaluation = json.loads((options.out / "evaluation.json").read_text(encoding="utf-8"))
     picture = plot(curves(read_curve(options.work / "train.jsonl")))
     (options.out / "loss.svg").write_text(picture, encoding="utf-8")
-    words = card(corpus, evaluation, Shape(), options.seed)
+    words = card(corpus, evaluation, Shape(), options.seed, options.note)
     (options.out / "README.md").write_text(words, encoding="utf-8")
     report(f"card: {len(words)} characters, picture {len(picture)} bytes")
 

@@ -12,27 +12,31 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from batches import Ids, Newlines, Prompt, Quoter, read_ids
+from batches import Ids, Newlines, Prompt, Quoter, Sequence, read_ids
 from drafting import Generated, Reader, generate_all
 from export import load_network
-from losses import held_out, losses_by_token, raw_windows
+from losses import held_out, model_losses, raw_windows
 from network import Network
 from numpy.typing import NDArray
 from progress import report
 from tokenizers import Tokenizer
+from torch import Tensor
 
 DRAFTS = 3
 TEMPERATURES = (0.0, 0.7, 0.8)
-PROMPTS = 128
+PROMPTS = 64
 PROMPT_LENGTH = 768
 ANSWER_LENGTH = 256
 PERCENTILES = (1, 5, 50, 95)
+POSITION_WINDOWS = 6
+SHORTER_CONTEXTS = (2048, 1024)
 BANDS = ((0, 512), (512, 1024), (1024, 2048), (2048, 4096), (4096, 8192))
-LONG_PROMPTS = ((1024, 16), (2048, 16), (4096, 16), (8192, 16))
+LONG_PROMPTS = ((2048, 12), (4096, 12), (8192, 8))
 LONG_ANSWER = 64
 
 Figures = dict[str, object]
@@ -118,7 +122,7 @@ class Evaluation:
 
     def losses(self) -> Figures:
         bytes_a_token = len(self.tokenizer.decode(self.ids.tolist()).encode()) / len(self.ids)
-        figures = held_out(self.network, self.ids, self.quoter, 1024, 32)
+        figures = held_out(self.network, self.ids, self.quoter, 1024, 32, self.pool)
         self.network.eval()
         return {
             "context": 1024,
@@ -127,21 +131,21 @@ class Evaluation:
             "raw_bits_a_byte": round(figures.raw / math.log(2) / bytes_a_token, 4),
         }
 
+    def losses_of(self, windows: list[Sequence]) -> Tensor:
+        return torch.stack(list(self.pool.map(partial(model_losses, self.network), windows)))
+
     def by_position(self) -> Figures:
         """By band of windows of 8,192; and the last 512 tokens with less context before them."""
-        windows = raw_windows(self.ids, 8192, 16)
-        losses = torch.stack(
-            list(self.pool.map(lambda w: losses_by_token(self.network, w)[0], windows))
-        )
+        windows = raw_windows(self.ids, 8192, POSITION_WINDOWS)
+        losses = self.losses_of(windows)
         bands = {f"{low}-{high}": float(losses[:, low:high].mean()) for low, high in BANDS}
         ends = {"8192": float(losses[:, -512:].mean())}
-        for context in (4096, 2048, 1024):
+        for context in SHORTER_CONTEXTS:
             cut = [
-                type(w)(w.tokens[-context:], w.labels[-context:], w.answers[-context:])
+                Sequence(w.tokens[-context:], w.labels[-context:], w.answers[-context:])
                 for w in windows
             ]
-            parts = list(self.pool.map(lambda w: losses_by_token(self.network, w)[0], cut))
-            ends[str(context)] = float(torch.stack(parts)[:, -512:].mean())
+            ends[str(context)] = float(self.losses_of(cut)[:, -512:].mean())
         return {
             "windows": len(windows),
             "by_band": {name: round(value, 4) for name, value in bands.items()},

@@ -21,43 +21,37 @@ SIZE_MOST = 12_000_000
 
 CHAT_TEMPLATE = """\
 {%- if tools -%}
-<|system|>
-# Tools
-
-You may call one or more functions to assist with the user query.
-
-<tools>
-{%- for tool in tools %}
-{{ tool | tojson }}
-{%- endfor %}
-</tools>
+{{ '<|system|>\\n# Tools\\n\\nYou may call these functions:\\n\\n<tools>\\n' }}
+{%- for tool in tools -%}
+{{ tool | tojson + '\\n' }}
+{%- endfor -%}
+{{ '</tools>' }}
 {%- endif -%}
 {%- for message in messages -%}
-{%- set content = message.content if message.content is string else '' -%}
-{%- if message.content is not string and message.content -%}
-{%- set parts = namespace(text='') -%}
+{%- set said = namespace(text='') -%}
+{%- if message.content is string -%}
+{%- set said.text = message.content -%}
+{%- elif message.content -%}
 {%- for part in message.content if part.type == 'text' -%}
-{%- set parts.text = parts.text + part.text -%}
+{%- set said.text = said.text + part.text -%}
 {%- endfor -%}
-{%- set content = parts.text -%}
 {%- endif -%}
-{%- if message.role == 'system' -%}
-{{ '<|system|>\\n' + content }}
-{%- elif message.role == 'user' -%}
-{{ '<|user|>\\n' + content }}
-{%- elif message.role == 'assistant' -%}
-{{ '<|assistant|>\\n' + content }}
+{%- if message.role == 'tool' -%}
+{{ '<|observation|>\\n<tool_response>\\n' + said.text + '\\n</tool_response>' }}
+{%- else -%}
+{{ '<|' + message.role + '|>\\n' + said.text }}
 {%- for call in message.tool_calls or [] -%}
 {%- set function = call.function or call -%}
-{{ '\\n<tool_call>' + function.name }}
+{{ '\\n' if said.text or not loop.first }}
+{{- '<tool_call>' + function.name + '\\n' }}
+{%- if function.arguments is mapping -%}
 {%- for name, value in function.arguments.items() -%}
 {%- set text = value if value is string else value | tojson -%}
-{{ '\\n<arg_key>' + name + '</arg_key>\\n<arg_value>' + text + '</arg_value>' }}
+{{ '<arg_key>' + name + '</arg_key>\\n<arg_value>' + text + '</arg_value>\\n' }}
 {%- endfor -%}
-{{ '\\n</tool_call>' }}
+{%- endif -%}
+{{ '</tool_call>' }}
 {%- endfor -%}
-{%- elif message.role == 'tool' -%}
-{{ '<|observation|>\\n<tool_response>\\n' + content + '\\n</tool_response>' }}
 {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
@@ -189,6 +183,8 @@ def main() -> None:
     network = load_network(options.work / options.state)
     write_weights(network, options.out, half=True)
     write_texts(options.out, options.work / "tokenizer.json", network.shape)
+    for path in options.out.iterdir():
+        path.chmod(0o644)  # the weights are written for their owner alone
     size = sum(path.stat().st_size for path in options.out.iterdir())
     assert size <= SIZE_MOST, f"{size} bytes are too many"
     report(f"export: {size / 1e6:.2f} MB in {options.out}")

@@ -1,6 +1,8 @@
-"""Held-out loss: of raw text, of quote tasks, and by position. Same sequences at every call."""
+"""Held-out loss: of raw text and of quote tasks. Same sequences at every call."""
 
+from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -44,6 +46,15 @@ def token_losses(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def model_losses(network: Network, sequence: Sequence) -> Tensor:
+    """Of the model alone, [T]."""
+    tokens = torch.from_numpy(sequence.tokens)[None]
+    turn = turn_of(torch.arange(len(sequence.tokens))[None], network.shape)
+    hidden, _ = network.hidden(tokens, turn, LOOK)
+    return token_losses(hidden[0], network.lm_head.weight, torch.from_numpy(sequence.labels))
+
+
+@torch.no_grad()
 def losses_by_token(network: Network, sequence: Sequence) -> tuple[Tensor, Tensor]:
     """Of the model and of its draft layer, [T] each, zero where there is no label."""
     tokens = torch.from_numpy(sequence.tokens)[None]
@@ -55,12 +66,15 @@ def losses_by_token(network: Network, sequence: Sequence) -> tuple[Tensor, Tenso
     return token_losses(hidden[0], head, labels), token_losses(drafted[0], head, labels)
 
 
-def held_out(network: Network, ids: Ids, quoter: Quoter, length: int, count: int) -> HeldOut:
+def held_out(
+    network: Network, ids: Ids, quoter: Quoter, length: int, count: int, pool: Executor
+) -> HeldOut:
     network.eval()
-    raw = [losses_by_token(network, s) for s in raw_windows(ids, length, count)]
+    measure = partial(losses_by_token, network)
+    raw = list(pool.map(measure, raw_windows(ids, length, count)))
+    quotes = quote_sequences(ids, quoter, length, count)
     total, answered, labels, answers = 0.0, 0.0, 0, 0
-    for sequence in quote_sequences(ids, quoter, length, count):
-        loss, _ = losses_by_token(network, sequence)
+    for sequence, (loss, _) in zip(quotes, pool.map(measure, quotes), strict=True):
         there = sequence.labels != NO_LABEL
         chosen = torch.from_numpy(sequence.answers & there)
         total += float(loss.sum())
@@ -74,12 +88,3 @@ def held_out(network: Network, ids: Ids, quoter: Quoter, length: int, count: int
         quote=total / labels,
         quote_answers=answered / answers,
     )
-
-
-def by_position(network: Network, ids: Ids, length: int, count: int) -> Tensor:
-    """Mean loss at every position of windows of `length`. [length]"""
-    network.eval()
-    windows = raw_windows(ids, length, count)
-    mean = torch.stack([losses_by_token(network, window)[0] for window in windows]).mean(0)
-    network.train()
-    return mean

@@ -93,10 +93,13 @@ class Optimizer:
             slope = slopes[name].float()
             momentum = self.first[name].lerp_(slope, 0.05)
             updates.append(slope.lerp(momentum, 0.95).view(-1, rows, columns))
-        turned = orthogonal(torch.cat(updates)).view(len(names), -1, rows, columns)
+        turned = orthogonal(torch.cat(updates))
         rate = self.rates.muon * factor
         scale = max(1.0, rows / columns) ** 0.5
-        for name, update in zip(names, turned, strict=True):
+        start = 0
+        for name, own in zip(names, updates, strict=True):
+            update = turned[start : start + len(own)]  # one matrix, or one for each expert
+            start += len(own)
             master = self.master[name].mul_(1 - rate * self.rates.muon_decay)
             self.live[name].copy_(master.add_(update.view_as(master), alpha=-rate * scale))
 

@@ -12,7 +12,7 @@ worker makes it, and no uniform is used for two purposes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -27,6 +27,9 @@ from stanchion.core.request import Sampling
 Uniform = Literal["draft", "accept", "recover"]
 _STREAMS: dict[Uniform, int] = {"draft": 1, "accept": 2, "recover": 3}
 _MASK = (1 << 64) - 1
+Words = NDArray[np.uint64]
+Doubles = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,11 @@ class Ask:
         penalised = one.presence_penalty or one.frequency_penalty or one.repetition_penalty != 1.0
         return bool(penalised or one.logit_bias or self.generated < one.min_tokens)
 
+    @property
+    def filtered(self) -> bool:
+        one = self.sampling
+        return one.min_p > 0.0 or one.top_k is not None or one.top_p < 1.0
+
 
 @dataclass(frozen=True)
 class Window:
@@ -56,6 +64,10 @@ class Window:
     asks: tuple[Ask, ...]  # drafts + 1
     drafts: tuple[int, ...] = ()
     drawn_from: Tensor | None = None  # (drafts, vocabulary); None where drafts are greedy
+
+    @property
+    def greedy(self) -> bool:
+        return self.asks[0].sampling.greedy
 
 
 @dataclass(frozen=True)
@@ -68,18 +80,20 @@ class Chosen:
     top: list[list[TopToken]] = field(default_factory=list)
 
 
-def uniform(seed: int, stream: Uniform, place: int) -> float:
-    """A number in [0, 1) that only these three decide (splitmix64, applied to each in turn)."""
-    word = _spread(seed & _MASK)
-    word = _spread(word ^ (_STREAMS[stream] << 56))
-    return (_spread((word + place) & _MASK) >> 11) * 2.0**-53
+def uniforms(seeds: Sequence[int], stream: Uniform, places: Sequence[int]) -> Doubles:
+    """Numbers in [0, 1) that only seed, stream and place decide (splitmix64 of each in turn)."""
+    seed = np.array([one & _MASK for one in seeds], np.uint64)
+    words = _spread(_spread(seed) ^ np.uint64(_STREAMS[stream] << 56))
+    words = _spread(words + np.array(places, np.uint64))
+    doubles: Doubles = (words >> np.uint64(11)) * 2.0**-53
+    return doubles
 
 
-def _spread(word: int) -> int:
-    word = (word + 0x9E3779B97F4A7C15) & _MASK
-    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
-    return word ^ (word >> 31)
+def _spread(words: Words) -> Words:
+    words = words + np.uint64(0x9E3779B97F4A7C15)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
 
 
 def draft(logits: Tensor, asks: Sequence[Ask]) -> tuple[list[int], list[Tensor | None]]:
@@ -93,7 +107,7 @@ def draft(logits: Tensor, asks: Sequence[Ask]) -> tuple[list[int], list[Tensor |
     sampled = [row for row, ask in enumerate(asks) if not ask.sampling.greedy]
     if sampled:
         probabilities = distribution(shaped[sampled], [asks[row] for row in sampled])
-        points = [uniform(asks[row].seed, "draft", asks[row].place) for row in sampled]
+        points = _points("draft", [asks[row] for row in sampled])
         for row, token, one in zip(sampled, _draw(probabilities, points), probabilities):
             tokens[row], drawn[row] = token, one
     return tokens, drawn
@@ -106,25 +120,16 @@ def verify(logits: Tensor, windows: Sequence[Window]) -> list[Chosen]:
     best = shaped.argmax(1).tolist()
     sampled = [row for row, ask in enumerate(asks) if not ask.sampling.greedy]
     target = distribution(shaped[sampled], [asks[row] for row in sampled]) if sampled else shaped
-    ends, first, first_sampled = [], 0, 0
-    finals: list[tuple[int, Tensor, float]] = []
-    for at, window in enumerate(windows):
-        rows = len(window.asks)
-        if window.asks[0].sampling.greedy:
-            accepted = _agreed(window.drafts, best[first : first + rows])
+    ends: list[tuple[int, int]] = []
+    judged = iter(_judge([one for one in windows if not one.greedy], target))
+    first = 0
+    for window in windows:
+        if window.greedy:
+            accepted = _agreed(window.drafts, best[first : first + len(window.asks)])
             ends.append((accepted, best[first + accepted]))
         else:
-            own = target[first_sampled : first_sampled + rows]
-            accepted, rest = _judge(window, own)
-            place = window.asks[accepted]
-            finals.append((at, rest, uniform(place.seed, "recover", place.place)))
-            ends.append((accepted, 0))
-            first_sampled += rows
-        first += rows
-    if finals:
-        drawn = _draw(torch.stack([rest for _, rest, _ in finals]), [u for _, _, u in finals])
-        for (at, _, _), token in zip(finals, drawn):
-            ends[at] = ends[at][0], token
+            ends.append(next(judged))
+        first += len(window.asks)
     return _chosen(logits, windows, ends)
 
 
@@ -135,20 +140,49 @@ def _agreed(drafts: tuple[int, ...], best: list[int]) -> int:
     return accepted
 
 
-def _judge(window: Window, target: Tensor) -> tuple[int, Tensor]:
-    """How many drafts pass, and the distribution that the next token comes from."""
-    for at, token in enumerate(window.drafts):
-        assert window.drawn_from is not None
-        ask, p, q = window.asks[at], target[at], window.drawn_from[at]
-        if uniform(ask.seed, "accept", ask.place) * float(q[token]) < float(p[token]):
-            continue
-        return at, _residual(p, q)
-    return len(window.drafts), target[len(window.drafts)]
+def _judge(windows: Sequence[Window], target: Tensor) -> list[tuple[int, int]]:
+    """For each window: how many drafts pass, and the token after them.
+
+    target: (drafts + 1 rows a window, vocabulary), the probabilities at each place.
+    """
+    if not windows:
+        return []
+    accepted = _passed(windows, target)
+    sizes = np.array([len(one.asks) for one in windows])
+    rows = np.cumsum(sizes) - sizes + accepted
+    rest = target[torch.from_numpy(rows)]
+    stopped = [at for at, one in enumerate(windows) if accepted[at] < len(one.drafts)]
+    if stopped:
+        sources = [windows[at].drawn_from for at in stopped]
+        refused = torch.stack([q[accepted[at]] for at, q in zip(stopped, sources) if q is not None])
+        left = (rest[stopped] - refused).clamp_min(0.0)
+        # Where nothing is left, p and q are equal but for rounding: then p itself is right.
+        rest[stopped] = torch.where(left.sum(1, keepdim=True) > 0.0, left, rest[stopped])
+    asks = [one.asks[count] for one, count in zip(windows, accepted)]
+    return list(zip(accepted.tolist(), _draw(rest, _points("recover", asks))))
 
 
-def _residual(p: Tensor, q: Tensor) -> Tensor:
-    rest = (p - q).clamp_min(0.0)
-    return rest if float(rest.sum()) > 0.0 else p
+def _passed(windows: Sequence[Window], target: Tensor) -> Ints:
+    """How many of each window's drafts pass, in order, before the first that does not."""
+    asks = [ask for one in windows for ask in one.asks[:-1]]
+    counts = np.array([len(one.drafts) for one in windows])
+    if not asks:
+        return np.zeros(len(windows), np.int64)
+    owner = np.repeat(np.arange(len(windows)), counts)
+    drafts = torch.tensor([token for one in windows for token in one.drafts])
+    rows = torch.from_numpy(np.arange(len(asks)) + owner)  # each window has one row more
+    p = target[rows, drafts].double().numpy()
+    q = torch.cat([one.drawn_from for one in windows if one.drawn_from is not None])
+    chance = q[torch.arange(len(asks)), drafts].double().numpy()
+    refused = _points("accept", asks) * chance >= p
+    place = np.arange(len(asks)) - np.repeat(np.cumsum(counts) - counts, counts)
+    accepted = counts.astype(np.int64)
+    np.minimum.at(accepted, owner[refused], place[refused])
+    return accepted
+
+
+def _points(stream: Uniform, asks: Sequence[Ask]) -> Doubles:
+    return uniforms([ask.seed for ask in asks], stream, [ask.place for ask in asks])
 
 
 def _chosen(
@@ -192,66 +226,82 @@ def distribution(logits: Tensor, asks: Sequence[Ask]) -> Tensor:
     """Probabilities (rows, vocabulary) after temperature, min_p, top_k and top_p, in that order."""
     heat = torch.tensor([ask.sampling.temperature for ask in asks])
     probabilities = torch.softmax(logits / heat[:, None], 1)
-    for row, ask in enumerate(asks):
-        one = ask.sampling
-        if one.min_p > 0.0 or one.top_k is not None or one.top_p < 1.0:
-            probabilities[row] = _filtered(probabilities[row], one)
+    rows = [row for row, ask in enumerate(asks) if ask.filtered]
+    if rows:
+        picked = [asks[row].sampling for row in rows]
+        probabilities[rows] = _filtered(probabilities[rows], picked)
     return probabilities
 
 
-def _filtered(row: Tensor, sampling: Sampling) -> Tensor:
+def _filtered(rows: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     """Zero what the filters exclude. At least the best token stays; ties stay by lowest id."""
-    if sampling.min_p > 0.0:
-        row = torch.where(row >= sampling.min_p * row.max(), row, 0.0)
-    if sampling.top_k is not None or sampling.top_p < 1.0:
-        values, ids = row.sort(descending=True, stable=True)
-        keep = len(values) if sampling.top_k is None else min(sampling.top_k, len(values))
-        if sampling.top_p < 1.0:
-            before = values.cumsum(0, dtype=torch.float64) - values
-            within = int((before < sampling.top_p * float(values[:keep].sum())).sum())
-            keep = max(1, min(keep, within))
-        row = torch.zeros_like(row).scatter(0, ids[:keep], values[:keep])
-    return row / row.sum()
+    width = rows.shape[1]
+    least = torch.tensor([one.min_p for one in samplings])
+    keep = torch.tensor([min(one.top_k or width, width) for one in samplings])
+    mass = torch.tensor([one.top_p for one in samplings], dtype=torch.float64)
+    rows = torch.where(rows >= least[:, None] * rows.amax(1, keepdim=True), rows, 0.0)
+    values, ids = rows.sort(dim=1, descending=True, stable=True)
+    kept = torch.arange(width)[None] < keep[:, None]
+    values = torch.where(kept, values, 0.0)
+    sums = values.cumsum(1, dtype=torch.float64)
+    before = sums - values
+    inside = before < mass[:, None] * sums[:, -1:]
+    values = torch.where(inside | (mass[:, None] >= 1.0), values, 0.0)
+    rows = torch.zeros_like(rows).scatter(1, ids, values)
+    return rows / rows.sum(1, keepdim=True)
 
 
-def _draw(probabilities: Tensor, points: Sequence[float]) -> list[int]:
-    """Invert each row's cumulative distribution at its point."""
+def _draw(probabilities: Tensor, points: Doubles) -> list[int]:
+    """Invert each row's cumulative distribution at its point; rows need not sum to 1."""
     sums = probabilities.cumsum(1, dtype=torch.float64)
-    aims = torch.tensor(points, dtype=torch.float64) * sums[:, -1]
-    tokens: list[int] = torch.searchsorted(sums, aims[:, None], right=True)[:, 0].tolist()
-    for row, token in enumerate(tokens):
-        if token >= probabilities.shape[1] or not float(probabilities[row, token]) > 0.0:
-            tokens[row] = int(probabilities[row].nonzero()[-1, 0])  # rounding at the very end
-    return tokens
+    aims = torch.from_numpy(points)[:, None] * sums[:, -1:]
+    tokens = torch.searchsorted(sums, aims, right=True)
+    # Rounding at the very end may point past the last token that has a chance.
+    last = (probabilities > 0.0).int().cumsum(1).argmax(1, keepdim=True)
+    drawn: list[int] = torch.minimum(tokens, last)[:, 0].tolist()
+    return drawn
 
 
 def _shape(logits: Tensor, asks: Sequence[Ask]) -> Tensor:
-    """Apply what changes logits before the temperature, on copies of the rows that need it."""
+    """Apply what changes logits before the temperature, on a copy where any row needs it."""
     rows = [row for row, ask in enumerate(asks) if ask.shaped]
     if not rows:
         return logits
     shaped = logits.clone()
-    for row in rows:
-        _penalise(shaped[row], asks[row])
+    picked = [asks[row] for row in rows]
+    changed = _penalised(shaped[rows], picked)
+    biases = [ask.sampling.logit_bias for ask in picked]
+    tokens = [token for bias in biases for token, _ in bias]
+    amounts = torch.tensor([amount for bias in biases for _, amount in bias])
+    changed.index_put_((_owners(biases), torch.tensor(tokens).long()), amounts, accumulate=True)
+    for at, ask in enumerate(picked):
+        if ask.generated < ask.sampling.min_tokens:
+            changed[at, list(ask.ends)] = -torch.inf
+    shaped[rows] = changed
     return shaped
 
 
-def _penalise(row: Tensor, ask: Ask) -> None:
-    one = ask.sampling
-    output = torch.tensor(ask.output, dtype=torch.long)
-    if one.repetition_penalty != 1.0:
-        seen = output
-        if ask.prompt is not None:
-            seen = torch.cat([torch.from_numpy(ask.prompt).long(), output])
-        seen = seen.unique()
-        value = row[seen]
-        row[seen] = torch.where(
-            value > 0, value / one.repetition_penalty, value * one.repetition_penalty
-        )
-    if len(output) and (one.presence_penalty or one.frequency_penalty):
-        counts = torch.bincount(output, minlength=len(row))
-        row -= one.frequency_penalty * counts + one.presence_penalty * (counts > 0)
-    for token, bias in one.logit_bias:
-        row[token] += bias
-    if ask.generated < one.min_tokens:
-        row[list(ask.ends)] = -torch.inf
+def _penalised(rows: Tensor, asks: Sequence[Ask]) -> Tensor:
+    """Apply the three penalties; (rows, vocabulary) in and out."""
+    counts = torch.zeros_like(rows)
+    _count(counts, [ask.output for ask in asks])
+    seen = counts.clone()
+    repeats = [ask.sampling.repetition_penalty for ask in asks]
+    if any(one != 1.0 for one in repeats):
+        _count(seen, [() if ask.prompt is None else ask.prompt for ask in asks])
+        repeat = torch.tensor(repeats)[:, None]
+        rows = torch.where(seen > 0, torch.where(rows > 0, rows / repeat, rows * repeat), rows)
+    frequency = torch.tensor([ask.sampling.frequency_penalty for ask in asks])[:, None]
+    presence = torch.tensor([ask.sampling.presence_penalty for ask in asks])[:, None]
+    return rows - frequency * counts - presence * (counts > 0)
+
+
+def _count(counts: Tensor, tokens: Sequence[Sequence[int] | NDArray[np.int32]]) -> None:
+    """Add how often each token stands in each row's list."""
+    flat = torch.from_numpy(np.concatenate([np.asarray(one, np.int64) for one in tokens]))
+    counts.index_put_((_owners(tokens), flat), torch.ones(len(flat)), accumulate=True)
+
+
+def _owners(lists: Sequence[Sized]) -> Tensor:
+    """For each element of the lists end to end, which list it is in."""
+    return torch.from_numpy(np.repeat(np.arange(len(lists)), [len(one) for one in lists]))

@@ -26,11 +26,13 @@ from stanchion.gateway.metrics import CONTENT_TYPE, Metrics
 from stanchion.gateway.openai import Ask, Limits
 from stanchion.gateway.settings import GatewaySettings
 from stanchion.gateway.tokens import SMALL_TEXT_CHARACTERS, Vocabulary
-from stanchion.gateway.web import Call, Gone, Receive, Scope, Send
+from stanchion.gateway.web import Budget, Call, Gone, Headers, Held, Receive, Scope, Send
 
 Endpoint = Callable[[Call, str], Awaitable[None]]
 TOKENISING_THREADS = 2
 OPEN_CALLS_A_SEQUENCE = 2  # calls that may be arriving while those in flight are answered
+
+CLIENT_LEFT = 499  # for metrics only: nobody was there to be told
 
 
 @dataclass(frozen=True)
@@ -49,10 +51,10 @@ class App:
     def __init__(self, settings: GatewaySettings, vocabulary: Vocabulary, link: Link) -> None:
         self._settings = settings
         self._vocabulary = vocabulary
-        self.vocabulary_size = vocabulary.size
         self._link = link
         self._keys = Keys(settings.api_keys)
         self._threads = ThreadPoolExecutor(TOKENISING_THREADS, "tokenise")
+        self._bodies = Budget(settings.bodies_bytes_max)
         self.metrics = Metrics(link.ledger)
         self.open_calls = 0
         self.draining = False
@@ -79,7 +81,7 @@ class App:
             await send({"type": "websocket.close", "code": 1008})
             return
         assert scope["type"] == "http", scope["type"]
-        call = Call(scope, receive, send, mint())
+        call = Call(scope, receive, send, mint(), marks=self._marks())
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         route = self._table.get((method, scope["path"]))
         try:
@@ -93,8 +95,14 @@ class App:
             journal.write(line, logging.ERROR)
             await self._refuse(call, InternalError("internal error"))
         finally:
-            self.metrics.reply(route.path if route else "other", call.status)
+            self.metrics.reply(route.path if route else "other", call.status or CLIENT_LEFT)
             self._link.changed.set()
+
+    def _marks(self) -> Headers:
+        """Armed failpoints mark every reply: nobody should take these answers for real ones."""
+        hello = self._link.ledger.hello
+        armed = hello.failpoints if hello else ()
+        return [(b"x-stanchion-failpoints", ",".join(armed).encode())] if armed else []
 
     async def _answer(self, call: Call, route: Route | None) -> None:
         if route is not None and route.access == "open":
@@ -149,8 +157,11 @@ class App:
         self._admit()
         self.open_calls += 1
         try:
-            raw = await call.body(self._settings.body_bytes_max, self._settings.body_s)
-            ask = await self._ask(parse(raw))
+            with Held(self._bodies) as held:
+                raw = await call.body(self._settings.body_bytes_max, self._settings.body_s, held)
+                body = parse(raw)
+                del raw
+                ask = await self._ask(body)
             # Read again: it may have changed while the body came and was tokenised.
             self._admit()
             generation = Generation(call, ask, tenant, self._link, self.metrics)

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from stanchion.core.errors import RequestRejected
+from stanchion.core.messages import PROMPT_TOKENS_MAX
 from stanchion.core.request import (
     LOGIT_BIAS_MAX,
     NAME_CHARACTERS_MAX,
@@ -121,7 +122,7 @@ class ChatBody(Shared, frozen=True, kw_only=True):
 
 
 class CompletionBody(Shared, frozen=True, kw_only=True):
-    prompt: str | list[str | int | list[TokenId]]
+    prompt: str | Annotated[list[str | int | list[TokenId]], Meta(max_length=PROMPT_TOKENS_MAX)]
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
     suffix: Any = None

@@ -68,6 +68,7 @@ class ChoiceFold:
         self.tokens = 0
         self.cached_tokens = 0
         self.spec: Spec | None = None
+        self.draft_record: list[tuple[list[int], int]] | None = None  # where a lab asked for it
         self.end: End | None = None
         self.failed: Outcome | None = None
 

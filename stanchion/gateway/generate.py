@@ -22,10 +22,11 @@ from stanchion.gateway.ledger import Mail, Ticket
 from stanchion.gateway.link import Link
 from stanchion.gateway.metrics import Metrics, tag
 from stanchion.gateway.openai import Ask
-from stanchion.gateway.replies import Reply, error_body, event
-from stanchion.gateway.web import Call
+from stanchion.gateway.replies import Reply, encode, error_body, event
+from stanchion.gateway.web import JSON, Call
 
 STREAM = b"text/event-stream; charset=utf-8"
+LARGE_REPLY_TOKENS = 2000
 _STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 
@@ -81,8 +82,7 @@ class Generation:
         """The worst of the choices, in a word, for the log."""
         if all(fold.end is not None for fold in self.folds):
             return "completed"
-        failed = [fold.failed for fold in self.folds if fold.failed is not None]
-        return tag(reduce(worse, failed, _LEFT))
+        return tag(self._worst() or _LEFT)
 
     # ---- the two ways -----------------------------------------------------------------------
 
@@ -95,8 +95,18 @@ class Generation:
                 return None
         pieces = [choice.whole() for choice in self.choices]
         scores = [choice.scores for choice in self.choices[:: self._ask.n]]
-        await self._call.json(200, self._reply.whole(pieces, scores))
+        size = sum(len(piece.scored) for piece in pieces)
+        size += sum(len(one.logprobs) for one in scores if one is not None)
+        if self._ask.with_scores and size > LARGE_REPLY_TOKENS:
+            # Log-probabilities of a long prompt take seconds to write: others stream meanwhile.
+            written = await asyncio.to_thread(self._written, pieces, scores)
+        else:
+            written = self._written(pieces, scores)
+        await self._call.whole(200, JSON, written)
         return None
+
+    def _written(self, pieces: list[Piece], scores: list[PromptScores | None]) -> bytes:
+        return encode(self._reply.whole(pieces, scores))
 
     async def _stream(self) -> ServeError | None:
         while not all(fold.over() for fold in self.folds):
@@ -135,6 +145,8 @@ class Generation:
     # ---- what came --------------------------------------------------------------------------
 
     async def _news(self) -> None:
+        if self._bell.is_set():
+            await asyncio.sleep(0)  # more had come already: let the others have their turn first
         await self._bell.wait()
         self._bell.clear()
         for choice in self.choices:
@@ -145,6 +157,7 @@ class Generation:
         fold = choice.fold
         fold.cached_tokens = mail.cached_tokens
         fold.spec = mail.spec or fold.spec
+        fold.draft_record = mail.draft_record
         choice.scores = mail.scores or choice.scores
         before = fold.tokens
         choice.pieces.append(fold.push(mail.tokens, mail.logprobs, mail.top))
@@ -165,11 +178,13 @@ class Generation:
         choice.last_at = now
         self._metrics.generated(tokens)
 
+    def _worst(self) -> Outcome | None:
+        failed = [fold.failed for fold in self.folds if fold.failed is not None]
+        return reduce(worse, failed) if failed else None
+
     def _failed(self) -> ServeError | None:
-        for fold in self.folds:
-            if fold.failed is not None and fold.failed != _LEFT:
-                return failure(fold.failed)
-        return None
+        worst = self._worst()
+        return None if worst is None or worst == _LEFT else failure(worst)
 
     def _client_left(self) -> bool:
         return any(fold.failed == _LEFT for fold in self.folds)

@@ -27,6 +27,9 @@ from stanchion.core.messages import (
 )
 from stanchion.core.outcome import Cancelled, Leaver, Outcome, PeerLost
 
+DraftRecord = list[tuple[list[int], int]]
+READ_MAX = 512  # tokens a reader is given at once: others want their turn
+
 
 @dataclass
 class Mail:
@@ -39,6 +42,23 @@ class Mail:
     spec: Spec | None = None
     scores: PromptScores | None = None
     ended: Outcome | None = None
+    draft_record: DraftRecord | None = None
+
+    def split(self, tokens: int) -> Mail:
+        """Keeps so many tokens; returns the rest, with all that comes after tokens."""
+        rest = Mail(
+            self.tokens[tokens:],
+            self.logprobs[tokens:],
+            self.top[tokens:],
+            self.cached_tokens,
+            self.spec,
+            self.scores,
+            self.ended,
+            self.draft_record,
+        )
+        del self.tokens[tokens:], self.logprobs[tokens:], self.top[tokens:]
+        self.scores, self.ended = None, None
+        return rest
 
 
 class Ticket:
@@ -56,7 +76,11 @@ class Ticket:
         return self._closed
 
     def take(self) -> Mail | None:
+        """What came, at most `READ_MAX` tokens of it at once; the bell rings again for the rest."""
         mail, self._mail = self._mail, None
+        if mail is not None and len(mail.tokens) > READ_MAX:
+            self._mail = mail.split(READ_MAX)
+            self._ring()
         return mail
 
     def put(self, message: Tokens | PromptScores | Ended) -> None:
@@ -74,6 +98,7 @@ class Ticket:
                 mail.logprobs.extend(message.logprobs)
                 mail.top.extend(message.top or ())
             else:
+                mail.draft_record = message.draft_record
                 self._close(mail, message.outcome)
         self._ring()
 
@@ -181,7 +206,7 @@ class Ledger:
         reasons = []
         if self.progress is None:
             reasons.append("the worker has not reported progress")
-        elif now - self._heard_at > 2.0:  # it is said twice a second
+        elif now - self._heard_at > self._silence_s / 2:
             reasons.append(f"no report from the worker for {now - self._heard_at:.1f} s")
         if self._tickets and now - self._moved_at > self._stall_s:
             stalled = now - self._moved_at

@@ -116,6 +116,8 @@ class Link:
     # ---- from the worker --------------------------------------------------------------------
 
     def _hear(self) -> None:
+        if self._socket.closed:
+            return  # called soon, and the end came sooner
         heard = 0
         while heard < BATCH_MAX:
             try:

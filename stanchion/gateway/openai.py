@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stanchion.core.errors import NotFound, RequestRejected
 from stanchion.core.messages import Start
@@ -24,7 +24,9 @@ from stanchion.gateway.body import (
 )
 from stanchion.gateway.choice import Style
 from stanchion.gateway.stops import StopSet
-from stanchion.gateway.tokens import Vocabulary
+
+if TYPE_CHECKING:
+    from stanchion.gateway.tokens import Vocabulary
 
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -69,6 +71,10 @@ class Ask:
     with_logprobs: bool
     with_prompt_logprobs: bool
     echo: bool
+
+    @property
+    def with_scores(self) -> bool:
+        return self.with_logprobs or self.with_prompt_logprobs
 
     @property
     def choices(self) -> int:

@@ -264,10 +264,13 @@ class Reply:
     # Both.
 
     def _finish(self, index: int) -> Json:
-        end = self._folds[index].end
-        if end is None:
+        fold = self._folds[index]
+        if fold.end is None:
             raise Bug("a finish reason for a choice that has not ended well")
-        return {"finish_reason": end.reason, "stop_reason": end.matched}
+        finish: Json = {"finish_reason": fold.end.reason, "stop_reason": fold.end.matched}
+        if fold.draft_record is not None:
+            finish["spec_draft_record"] = fold.draft_record
+        return finish
 
     def _logprobs(self, scored: Sequence[Scored]) -> Json | None:
         if not self._ask.with_logprobs or not scored:

@@ -12,15 +12,18 @@ import logging
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 import uvicorn
 import uvloop
 
 from stanchion.core.errors import ConfigError
+from stanchion.core.messages import Hello
 from stanchion.gateway.app import App
 from stanchion.gateway.ledger import Ledger
 from stanchion.gateway.link import Link
+from stanchion.gateway.protocol import BoundedHeaders
 from stanchion.gateway.settings import GatewaySettings
 from stanchion.gateway.tokens import Vocabulary
 
@@ -28,6 +31,7 @@ Ending = Literal["drained", "drain_timed_out", "worker_died"]
 OnStarted = Callable[[str], Awaitable[None] | None]
 KEEP_ALIVE_S = 75
 CLOSE_S = 5  # for replies already written to reach their clients
+LAST_WORDS_S = 0.1  # what a worker said before its end may still be on its way here
 BACKLOG = 2048
 
 
@@ -65,7 +69,8 @@ async def serve(
         try:
             async with link.running():
                 with _told(stopping, link, worker_sentinel) as stop:
-                    return await _serve(app, listener, url, on_started, link, stop, settings)
+                    served = _Served(app, link, stop, settings.drain_s)
+                    return await served.until_stopped(listener, vocabulary, url, on_started)
         except BaseExceptionGroup as group:
             raise _only(group) from group
         finally:
@@ -93,49 +98,65 @@ class Stopping:
         self.ring()
 
 
-async def _serve(
-    app: App,
-    listener: socket.socket,
-    url: str,
-    on_started: OnStarted | None,
-    link: Link,
-    stop: Stopping,
-    settings: GatewaySettings,
-) -> Ending:
-    server = _Server(_config(app))
-    async with asyncio.TaskGroup() as group:
-        group.create_task(server.serve(sockets=[listener]))
-        try:
-            if await _hello(link, stop):
-                _fits(app_vocabulary=app.vocabulary_size, model=_model_vocabulary(link))
-                await _tell(on_started, url)
-                await stop.drain.wait()
-            app.draining = True
-            in_time = await _drain(app, link, stop, settings.drain_s)
-        finally:
-            server.should_exit = True
-    if stop.worker_died:
-        return "worker_died"
-    return "drained" if in_time else "drain_timed_out"
+@dataclass(frozen=True)
+class _Served:
+    app: App
+    link: Link
+    stop: Stopping
+    drain_s: float
+
+    async def until_stopped(
+        self,
+        listener: socket.socket,
+        vocabulary: Vocabulary,
+        url: str,
+        on_started: OnStarted | None,
+    ) -> Ending:
+        server = _Server(_config(self.app))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(server.serve(sockets=[listener]))
+            try:
+                hello = await self._hello()
+                if hello is not None:
+                    _fits(vocabulary, hello)
+                    await _tell(on_started, url)
+                    await self.stop.drain.wait()
+                in_time = await self._drain()
+            finally:
+                server.should_exit = True
+        if self.stop.worker_died:
+            return "worker_died"
+        return "drained" if in_time else "drain_timed_out"
+
+    async def _hello(self) -> Hello | None:
+        """Waits for the worker. None if told to stop before it came."""
+        while (hello := self.link.ledger.hello) is None and not self.stop.drain.is_set():
+            self.link.changed.clear()
+            await self.link.changed.wait()
+        return hello
+
+    async def _drain(self) -> bool:
+        """True if everything accepted ended by itself."""
+        self.app.draining = True
+        self.link.drain()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.drain_s):
+                while self._busy() and not self.stop.now.is_set():
+                    self.link.changed.clear()
+                    await self.link.changed.wait()
+        if not self._busy():
+            return True
+        self.link.leave_all("drain")
+        return False
+
+    def _busy(self) -> bool:
+        return bool(len(self.link.ledger) or self.app.open_calls)
 
 
-async def _hello(link: Link, stop: Stopping) -> bool:
-    """Waits for the worker. False if told to stop before it came."""
-    while link.ledger.hello is None and not stop.drain.is_set():
-        link.changed.clear()
-        await link.changed.wait()
-    return link.ledger.hello is not None
-
-
-def _model_vocabulary(link: Link) -> int:
-    hello = link.ledger.hello
-    return 0 if hello is None else hello.vocabulary
-
-
-def _fits(app_vocabulary: int, model: int) -> None:
-    if model and app_vocabulary > model:
+def _fits(vocabulary: Vocabulary, hello: Hello) -> None:
+    if vocabulary.size > hello.vocabulary:
         raise ConfigError(
-            f"the tokenizer has {app_vocabulary} tokens, the worker's model only {model}"
+            f"the tokenizer has {vocabulary.size} tokens, the worker's model {hello.vocabulary}"
         )
 
 
@@ -146,22 +167,6 @@ async def _tell(on_started: OnStarted | None, url: str) -> None:
             await told
 
 
-async def _drain(app: App, link: Link, stop: Stopping, drain_s: float) -> bool:
-    """True if everything accepted ended by itself."""
-    link.drain()
-    try:
-        async with asyncio.timeout(drain_s):
-            while (len(link.ledger) or app.open_calls) and not stop.now.is_set():
-                link.changed.clear()
-                await link.changed.wait()
-    except TimeoutError:
-        pass
-    if not len(link.ledger) and not app.open_calls:
-        return True
-    link.leave_all("drain")
-    return False
-
-
 @contextlib.contextmanager
 def _told(given: Stopping | None, link: Link, worker_sentinel: int | None) -> Iterator[Stopping]:
     """Signals and the worker's death, turned into events of the loop."""
@@ -169,9 +174,14 @@ def _told(given: Stopping | None, link: Link, worker_sentinel: int | None) -> It
     stop = given or Stopping()
     stop.ring = link.changed.set
 
-    def died() -> None:
+    def exited() -> None:
         assert worker_sentinel is not None
         loop.remove_reader(worker_sentinel)
+        loop.call_later(LAST_WORDS_S, died)
+
+    def died() -> None:
+        if stop.drain.is_set() and not len(link.ledger):
+            return  # a drained worker may leave
         stop.worker_died = True
         link.worker_died()
         stop()
@@ -180,7 +190,7 @@ def _told(given: Stopping | None, link: Link, worker_sentinel: int | None) -> It
     for one in signals:
         loop.add_signal_handler(one, stop)
     if worker_sentinel is not None:
-        loop.add_reader(worker_sentinel, died)
+        loop.add_reader(worker_sentinel, exited)
     try:
         yield stop
     finally:
@@ -192,18 +202,21 @@ def _told(given: Stopping | None, link: Link, worker_sentinel: int | None) -> It
 
 @contextlib.contextmanager
 def _listening(settings: GatewaySettings) -> Iterator[tuple[socket.socket, str]]:
+    named = f"{settings.host}:{settings.port}"
     try:
         found = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP
         )
-        family, kind, protocol, _, address = found[0]
-        # With the protocol named: only then does asyncio turn Nagle's delay off on its streams.
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {settings.host}:{settings.port}: {error}") from None
-    with listener:
+        raise ConfigError(f"cannot listen on {named}: {error}") from None
+    family, kind, protocol, _, address = found[0]
+    # With the protocol named: only then does asyncio turn Nagle's delay off on its streams.
+    with socket.socket(family, kind, protocol) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {named}: {error}") from None
         host = f"[{settings.host}]" if family == socket.AF_INET6 else settings.host
         yield listener, f"http://{host}:{listener.getsockname()[1]}"
 
@@ -213,7 +226,7 @@ def _config(app: App) -> uvicorn.Config:
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     return uvicorn.Config(
         app,
-        http="httptools",
+        http=BoundedHeaders,
         loop="none",
         ws="none",
         lifespan="off",

@@ -19,6 +19,7 @@ class GatewaySettings:
     served_model_name: Annotated[str, "the model's name in the API; the worker's if empty"] = ""
     in_flight_max: Annotated[int, "sequences accepted at once; beyond is 429"] = 256
     body_bytes_max: Annotated[int, "largest request body"] = 32 * 2**20
+    bodies_bytes_max: Annotated[int, "all request bodies that are being read"] = 512 * 2**20
     body_s: Annotated[float, "longest time a body may take to arrive"] = 60.0
     chat_tokens: Annotated[int, "max_tokens of a chat that does not say"] = 4096
     generated_tokens_max: Annotated[int, "bound of choices * max_tokens"] = 4 * 2**20
@@ -32,7 +33,7 @@ class GatewaySettings:
             raise ConfigError(
                 f"host {self.host} is beyond loopback: that needs at least one API key (api_keys)"
             )
-        for name in ("in_flight_max", "body_bytes_max", "chat_tokens", "generated_tokens_max"):
+        for name in ("in_flight_max", "body_bytes_max", "bodies_bytes_max", "chat_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1")
         for name in ("body_s", "worker_silence_s", "stall_s", "drain_s", "retry_after_s"):

@@ -23,6 +23,39 @@ DISCARD_S = 10.0
 _UNSAFE = re.compile(r"[^A-Za-z0-9._:@/+=-]")
 
 
+class Budget:
+    """Bytes of bodies held at once, over all calls: many small ones, or few large ones."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._left = bytes_max
+
+    def take(self, size: int) -> None:
+        if size > self._left:
+            raise Overloaded("too many request bodies are arriving")
+        self._left -= size
+
+    def give(self, size: int) -> None:
+        self._left += size
+
+
+class Held:
+    """What one call has of the budget: given back on leaving, however it leaves."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._size = 0
+
+    def take(self, size: int) -> None:
+        self._budget.take(size)
+        self._size += size
+
+    def __enter__(self) -> Held:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._budget.give(self._size)
+
+
 @dataclass
 class Call:
     """`name` is our own id of the call; `echoed` is what the client gets back as request id."""
@@ -35,6 +68,7 @@ class Call:
     pending: bool = True  # the client may still be sending its body
     status: int = 0
     headers: dict[bytes, bytes] = field(default_factory=dict)
+    marks: Headers = field(default_factory=list)  # go out with whatever is answered
 
     def __post_init__(self) -> None:
         self.headers = {name.lower(): value for name, value in self.scope["headers"]}
@@ -48,17 +82,17 @@ class Call:
 
     # ---- in ---------------------------------------------------------------------------------
 
-    async def body(self, bytes_max: int, wait_s: float) -> bytes:
+    async def body(self, bytes_max: int, wait_s: float, held: Held) -> bytes:
         length = self.headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > bytes_max:
             raise TooLarge(f"body: {int(length)} bytes; at most {bytes_max}")
         try:
             async with asyncio.timeout(wait_s):
-                return await self._read(bytes_max)
+                return await self._read(bytes_max, held)
         except TimeoutError:
             raise RequestRejected("body", f"did not arrive within {wait_s:g} s") from None
 
-    async def _read(self, bytes_max: int) -> bytes:
+    async def _read(self, bytes_max: int, held: Held) -> bytes:
         parts: list[bytes] = []
         size = 0
         while self.pending:
@@ -70,6 +104,7 @@ class Call:
             size += len(part)
             if size > bytes_max:
                 raise TooLarge(f"body: over {bytes_max} bytes")
+            held.take(len(part))
             parts.append(part)
             self.pending = message.get("more_body", False)
         return b"".join(parts)
@@ -102,7 +137,11 @@ class Call:
         if self.pending:
             own.append((b"connection", b"close"))
         self.started, self.status = True, status
-        message = {"type": "http.response.start", "status": status, "headers": [*own, *headers]}
+        message = {
+            "type": "http.response.start",
+            "status": status,
+            "headers": [*own, *self.marks, *headers],
+        }
         await self.send(message)
 
     async def write(self, part: bytes) -> None:

@@ -25,6 +25,7 @@ Chain = Callable[[Digest, bytes], Digest]
 
 @dataclass(eq=False)
 class Node:
+    key: Digest
     parent: Node | None
     tokens: bytes
     pin: Pin
@@ -74,25 +75,27 @@ class PrefixTree:
             if at and parent is None:
                 return  # its parent left: the run would be unreachable
             pin = self._pool.regrip(pages[at : at + 1], "prefix")
-            self._nodes[keys[at]] = Node(parent, self._page_bytes(tokens, at), pin)
+            self._nodes[keys[at]] = Node(keys[at], parent, self._page_bytes(tokens, at), pin)
             if parent is not None:
                 parent.children += 1
 
     def evict(self, count: int) -> int:
         """Give back up to `count` pages that only the tree holds. Return how many."""
-        gone: list[Digest] = []
-        while len(gone) < count:
-            before = len(gone)
-            for key, node in self._nodes.items():
-                if len(gone) == count:
-                    break
-                if node.children == 0 and node.pin.held and self._alone(node):
-                    self._leave(node)
-                    gone.append(key)
-            if len(gone) == before:
-                break  # everything left is in use
-            for key in gone[before:]:
-                del self._nodes[key]
+        gone: list[Node] = []
+        inner: set[Node] = set()  # passed by, because a child still needed them
+        for node in self._nodes.values():
+            chain: Node | None = node
+            while chain is not None and len(gone) < count and self._may_leave(chain):
+                chain.pin.drop()
+                gone.append(chain)
+                if (parent := chain.parent) is not None:
+                    parent.children -= 1
+                chain = parent if parent in inner else None
+            if len(gone) == count:
+                break
+            inner.add(node)
+        for node in gone:
+            del self._nodes[node.key]
         return len(gone)
 
     def evictable(self, most: int) -> int:
@@ -106,13 +109,8 @@ class PrefixTree:
     def flush(self) -> int:
         return self.evict(len(self._nodes))
 
-    def _alone(self, node: Node) -> bool:
-        return int(self._pool.counts(node.pin.pages)[0]) == 1
-
-    def _leave(self, node: Node) -> None:
-        node.pin.drop()
-        if node.parent is not None:
-            node.parent.children -= 1
+    def _may_leave(self, node: Node) -> bool:
+        return node.children == 0 and int(self._pool.counts(node.pin.pages)[0]) == 1
 
     def _page_bytes(self, tokens: Tokens, at: int) -> bytes:
         return tokens[at * self.page_tokens : (at + 1) * self.page_tokens].tobytes()

@@ -85,7 +85,9 @@ def parse_config(said: Json) -> GlmConfig:
         raise WeightsError(f"config.json: model_type {said.get('model_type')!r} is not glm_moe_dsa")
     for name, wanted in REFUSED_UNLESS.items():
         if said.get(name, wanted) != wanted:
-            raise WeightsError(f"config.json: {name} {said[name]!r} is not supported, {wanted!r} is")
+            raise WeightsError(
+                f"config.json: {name} {said[name]!r} is not supported, {wanted!r} is"
+            )
     layers = fields.count("num_hidden_layers", 78)
     config = GlmConfig(
         vocab_size=fields.count("vocab_size", 154880),

@@ -106,7 +106,7 @@ class Glm5:
         if index_keys not in ("same", "fp8"):
             raise ConfigError(f"index_keys: {index_keys!r} is neither 'same' nor 'fp8'")
         if draft and not config.num_nextn_predict_layers:
-            raise WeightsError("config.json: num_nextn_predict_layers is 0: there is no draft layer")
+            raise WeightsError("config.json: num_nextn_predict_layers is 0: no draft layer")
         check_tensors(tensors, config, draft)
         self.config = config
         self.deterministic = dtype is torch.float32

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from stanchion.core.messages import Abort, Ended, PromptScores, Start, Tokens
@@ -87,14 +88,16 @@ def solo(start: Start, draft_tokens: int, top_k: int | None = None) -> Heard:
 
 
 def random_start(
-    choices: Choices, name: str, prefixes: list[list[int]], turns: list[list[int]]
+    choices: Choices, name: str, prefixes: list[list[int]], turns: list[Start]
 ) -> Start:
     """Prompts share prefixes of every length, or go on from an earlier answer as an agent does;
     sampling varies in all that the engine handles."""
     prefix = prefixes[choices.pick(len(prefixes))]
     shared = prefix[: choices.pick(len(prefix) + 1)]
-    if turns and choices.pick(2):
-        shared = turns[choices.pick(len(turns))]
+    tenant = f"tenant {choices.pick(4) // 3}"
+    if turns and choices.pick(4):
+        turn = turns[choices.pick(len(turns))]
+        shared, tenant = turn.tokens, turn.tenant
     tail = [32 + choices.pick(95) for _ in range(1 + choices.pick(24))]
     greedy = choices.pick(2) == 0
     penalised = choices.pick(8) == 0
@@ -117,7 +120,7 @@ def random_start(
         request=name,
         tokens=shared + tail,
         sampling=sampling,
-        tenant=f"tenant {choices.pick(4) // 3}",
+        tenant=tenant,
     )
 
 
@@ -136,7 +139,7 @@ def storm(engine: Engine, choices: Choices, requests: int, abort_one_in: int = 5
     result = Storm()
     rng = np.random.default_rng(choices.pick(1 << 30))
     prefixes = [rng.integers(32, 127, 120).tolist() for _ in range(6)]
-    turns: list[list[int]] = []
+    turns: list[Start] = []
     while len(result.starts) < requests or engine.busy:
         messages: list[Start | Abort] = []
         for _ in range(choices.pick(4) if len(result.starts) < requests else 0):
@@ -152,9 +155,10 @@ def storm(engine: Engine, choices: Choices, requests: int, abort_one_in: int = 5
         for message in engine.step(messages):
             heard = result.heard[message.request]
             heard.take(message)
-            turn = result.starts[message.request].tokens + heard.tokens
+            start = result.starts[message.request]
+            turn = start.tokens + heard.tokens
             if heard.ends and heard.tokens and len(turn) < TURN_TOKENS_MAX:
-                turns = [*turns[-7:], turn]
+                turns = [*turns[-3:], msgspec.structs.replace(start, tokens=turn)]
         result.steps += 1
     return result
 

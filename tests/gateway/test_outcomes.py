@@ -57,8 +57,9 @@ def test_an_error_before_any_token_has_its_http_status(
 def test_an_error_after_tokens_never_looks_like_an_end(
     client: httpx.Client, worker: FakeWorker, ended, status, param, path, tokens
 ):
-    worker.plan = lambda start: [say(start, "x" * tokens), end(start, ended)]
-    raw = _stream_to_its_cut(client, path)
+    gate = threading.Event()
+    worker.plan = lambda start: [say(start, "x" * tokens), gate, end(start, ended)]
+    raw = _stream_to_its_cut(client, path, gate)
     assert "[DONE]" not in raw and '"finish_reason":"' not in raw
     error = json.loads(raw.strip().split("\n\n")[-1].removeprefix("data: "))["error"]
     assert error["code"] and error["retryable"] is (status != 400)
@@ -66,7 +67,7 @@ def test_an_error_after_tokens_never_looks_like_an_end(
     assert whole.status_code == status and "choices" not in whole.json()
 
 
-def _stream_to_its_cut(client: httpx.Client, path: str) -> str:
+def _stream_to_its_cut(client: httpx.Client, path: str, gate: threading.Event) -> str:
     """All that came; that the body was cut and not ended is part of the promise."""
     raw = ""
     with client.stream("POST", path, json=body(path, stream=True)) as reply:
@@ -74,6 +75,8 @@ def _stream_to_its_cut(client: httpx.Client, path: str) -> str:
         with pytest.raises(httpx.RemoteProtocolError):
             for part in reply.iter_text():
                 raw += part
+                if "xx" in raw or '"x"' in raw:
+                    gate.set()
     return raw
 
 
@@ -81,7 +84,8 @@ def _stream_to_its_cut(client: httpx.Client, path: str) -> str:
 def test_the_public_client_raises_in_the_middle_of_a_stream(
     gateway: Gateway, worker: FakeWorker, ended
 ):
-    worker.plan = lambda start: [say(start, "some text"), end(start, ended)]
+    gate = threading.Event()
+    worker.plan = lambda start: [say(start, "some text"), gate, end(start, ended)]
     with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="x", max_retries=0) as sdk:
         stream = sdk.chat.completions.create(
             model="hashed", messages=[{"role": "user", "content": "x"}], stream=True
@@ -90,6 +94,8 @@ def test_the_public_client_raises_in_the_middle_of_a_stream(
         with pytest.raises(openai.APIError):
             for chunk in stream:
                 text += chunk.choices[0].delta.content or ""
+                if text:
+                    gate.set()
     assert text == "some text"
 
 
@@ -133,14 +139,14 @@ def test_a_client_that_leaves_while_waiting_frees_its_work(
 def test_a_client_that_leaves_in_a_stream_frees_its_work(gateway: Gateway, worker: FakeWorker):
     worker.plan = lambda start: [say(start, "hello"), threading.Event()]
     with _sent(gateway, body("/v1/completions", True)) as raw:
-        assert b"200 OK" in raw.recv(65536)
+        assert b"hello" in _received(raw, b"200 OK", b"hello")
     assert worker.aborted("client")
 
 
 def test_a_reader_that_does_not_read_holds_up_nobody_and_its_leaving_is_seen(
     gateway: Gateway, client: httpx.Client, worker: FakeWorker
 ):
-    flood = [[120] * 1000 for _ in range(4000)]
+    flood = [[120] * 1000 for _ in range(200)]
 
     def plan(start: Start) -> Plan:
         if start.sampling.max_tokens == 300:
@@ -169,6 +175,17 @@ def _sent(gateway: Gateway, body: dict) -> socket.socket:
     return connection
 
 
+def _received(connection: socket.socket, *awaited: bytes) -> bytes:
+    """Reads until all of these have come, or the other side has closed."""
+    raw = b""
+    while not all(part in raw for part in awaited):
+        part = connection.recv(65536)
+        if not part:
+            break
+        raw += part
+    return raw
+
+
 # ---- too much at once -----------------------------------------------------------------------
 
 
@@ -186,7 +203,7 @@ def test_beyond_the_bound_is_429_with_a_time_to_wait(alone: FakeWorker):
         assert too_many.status_code in (400, 429)
         gate.set()
         for connection in held:
-            assert b"200 OK" in connection.recv(65536)
+            assert b"200 OK" in _received(connection, b"200 OK", b"usage")
             connection.close()
         assert gateway.client.post("/v1/completions", json={"prompt": "x"}).is_success
         refused = gateway.client.post("/v1/completions", json={"prompt": "x", "n": 4})
@@ -202,7 +219,7 @@ def test_a_silent_worker_ends_everything_in_flight_and_may_come_back(alone: Fake
         with _sent(gateway, body("/v1/completions", False)) as waiting:
             assert alone.wait_for(lambda: len(alone.starts) == 1)
             alone.silent = True
-            answer = waiting.recv(65536)
+            answer = _received(waiting, b"silent")
             assert b" 503 " in answer and b"retry-after" in answer and b"silent" in answer
         assert alone.aborted("deadline")
         alone.silent = False
@@ -252,7 +269,7 @@ def test_ready_tells_a_stall_and_health_does_not(alone: FakeWorker):
             assert reply.status_code == 503 and "no step" in reply.json()["why_not"][0]
             assert gateway.client.get("/health").status_code == 200
             gate.set()
-            assert b"200 OK" in waiting.recv(65536)
+            assert b"200 OK" in _received(waiting, b"200 OK")
         while not gateway.client.get("/ready").is_success:
             assert time.monotonic() < deadline
 
@@ -274,11 +291,8 @@ def test_draining_loses_nothing_that_was_accepted(alone: FakeWorker):
         assert "retry-after" in refused.headers
         gate.set()
         for connection in held:
-            raw = b""
-            while b"whole" not in raw or b'"length"' not in raw:
-                part = connection.recv(65536)
-                assert part, raw
-                raw += part
+            raw = _received(connection, b"whole", b'"length"')
+            assert b"whole" in raw and b'"length"' in raw
             connection.close()
         assert gateway.join() == "drained"
     assert not alone.aborts
@@ -290,9 +304,7 @@ def test_a_drain_has_an_end_and_what_it_cuts_is_an_error(alone: FakeWorker):
         with _sent(gateway, body("/v1/completions", True)) as connection:
             assert alone.wait_for(lambda: len(alone.starts) == 1)
             gateway.stop()
-            raw = b""
-            while part := connection.recv(65536):
-                raw += part
+            raw = _received(connection, b"what never comes")
             assert b'"code":"draining"' in raw and b"[DONE]" not in raw
         assert gateway.join() == "drain_timed_out"
     assert alone.aborted("drain")
@@ -304,5 +316,5 @@ def test_a_second_signal_stops_waiting(alone: FakeWorker):
         assert alone.wait_for(lambda: len(alone.starts) == 1)
         gateway.stop()
         gateway.stop()
-        assert b" 503 " in connection.recv(65536)
+        assert b" 503 " in _received(connection, b" 503 ")
         assert gateway.join() == "drain_timed_out"

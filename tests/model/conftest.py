@@ -164,14 +164,14 @@ class SmallEngine:
         hidden = self.model.forward(batch, cache)
         for session, new in work:
             session.tokens += new
-        return list(hidden.split([len(new) for _, new in work]))
+        return list(torch.split(hidden, [len(new) for _, new in work]))
 
     def run_draft(self, work: Sequence[tuple[Session, list[int], Tensor]]) -> list[Tensor]:
         batch, cache = self.batch([(one, one.drafted, new) for one, new, _ in work])
         hidden = self.model.draft(batch, torch.cat([given for _, _, given in work]), cache)
         for session, new, _ in work:
             session.drafted += len(new)
-        return list(hidden.split([len(new) for _, new, _ in work]))
+        return list(torch.split(hidden, [len(new) for _, new, _ in work]))
 
     def logits(self, tokens: list[int], chunks: Sequence[int]) -> Tensor:
         """One request in chunks: (tokens, vocabulary)."""
@@ -197,7 +197,8 @@ def make_pair() -> Callable[..., Pair]:
             config = GlmMoeDsaConfig(**said)
             config._attn_implementation = "eager"
             config._experts_implementation = "eager"
-            theirs = GlmMoeDsaForCausalLM(config).eval()
+            theirs: Any = GlmMoeDsaForCausalLM(config)
+            theirs.eval()
             randomise(theirs, seed)
             tensors = as_checkpoint(theirs.state_dict())
             made[key] = Pair(said, theirs, tensors | draft_tensors(said, seed))

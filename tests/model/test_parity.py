@@ -31,7 +31,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def tokens_of(seed: int, count: int, vocabulary: int = 96) -> list[int]:
-    return np.random.default_rng(seed).integers(0, vocabulary, count).tolist()
+    tokens: list[int] = np.random.default_rng(seed).integers(0, vocabulary, count).tolist()
+    return tokens
 
 
 def their_logits(pair: Any, tokens: list[int]) -> torch.Tensor:
@@ -111,12 +112,12 @@ def test_bfloat16_runs_over_long_contexts(make_pair: Callable[..., Any], small_e
     assert engine.logits(tokens, [40, 35]).isfinite().all()
 
 
-def test_fp8_index_keys_choose_nearly_the_same_rows(
-    make_pair: Callable[..., Any], small_engine: Any
-) -> None:
+def test_fp8_index_keys_are_near(make_pair: Callable[..., Any], small_engine: Any) -> None:
+    """Exact below top-k, where nothing is chosen by score; beyond it, nearer than no choice."""
     pair = make_pair()
     tokens = tokens_of(9, 75)
     wanted = their_logits(pair, tokens)
     logits = small_engine(pair.ours(index_keys="fp8")).logits(tokens, [75])
     assert (logits[:16] - wanted[:16]).abs().max() < CLOSE
-    assert (logits - wanted).abs().mean() < 0.1
+    dense = small_engine(make_pair(index_topk=512).ours()).logits(tokens, [75])
+    assert (logits - wanted).abs().mean() < 0.5 * (dense - wanted).abs().mean()

@@ -91,7 +91,8 @@ def experts_plain(
     hidden: Tensor, gain: Tensor, epsilon: float, router: Tensor, bias: Tensor,
     gate_up: Tensor, down: Tensor, how: Routing, always: int,
 ) -> Tensor:
-    """The reference of `experts`; gate_up (experts, 2 * inner, hidden), down (.., hidden, inner)."""
+    """The reference of `experts`:
+    gate_up (experts, 2 * inner, hidden), down (experts, hidden, inner)."""
     normed = rms_norm_plain(hidden, gain, epsilon)
     weights = torch.ones(len(hidden), always)
     if how.chosen:

@@ -16,13 +16,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stanchion.device.kernels.lanes import bits, compiled, count_at_least, scored_tile, unbits
+from stanchion.device.kernels.lanes import (
+    bits,
+    compiled,
+    count_at_least,
+    fetch,
+    scored_tile,
+    unbits,
+)
 from stanchion.device.kernels.linear import Floats
 from stanchion.device.kernels.rows import Integers, rope_plain, rotate
 
 Places = NDArray[np.int32]
 
 KEYS = 64  # keys a block: their vectors stay in the first-level cache for all queries of a block
+AHEAD = 96  # how far before its use a key is asked for
 SCORES = 1 << 20  # float32 scores held at once, which bounds the queries a block
 QUERIES = 64
 
@@ -67,7 +75,7 @@ def select(
     lanes = 4 if heads <= 4 else 8 if heads <= 8 else 16
     width = int(keys.shape[1])
     scale = np.float32(width**-0.5 * heads**-0.5)
-    held = max(1, min(QUERIES, SCORES // longest))
+    held = max(1, min(QUERIES, SCORES // longest, int(np.diff(context.starts).max())))
     _select(
         mixed, query_start, heads, lanes, weights, weight_start, scale, angles, plain_bits(keys),
         NO_SCALES if scales is None else scales.numpy(), byte_values(keys), context.positions,
@@ -117,12 +125,13 @@ def plain_bits(rows: Tensor) -> NDArray[np.generic]:
 def byte_values(rows: Tensor) -> Floats:
     """What each of the 256 fp8 codes stands for; nothing for other dtypes."""
     if rows.dtype is not torch.float8_e4m3fn:
-        return NO_SCALES[0]
+        return NO_VALUES
     values: Floats = torch.arange(256, dtype=torch.uint8).view(rows.dtype).float().numpy()
     return values
 
 
 NO_SCALES: Floats = np.empty((1, 0), np.float32)
+NO_VALUES: Floats = np.empty(0, np.float32)
 LOWEST = np.int32(-(2**31))
 
 
@@ -210,23 +219,20 @@ def _score(  # type: ignore[no-untyped-def]
     width = keys.shape[1]
     groups = turned.shape[1]
     end = positions[-1] + 1
-    offsets = np.empty(KEYS, np.int64)
-    block = np.empty(KEYS * width if keys.itemsize < 4 else 0, np.float32)
+    direct = keys.itemsize == 4
+    offsets = np.empty(end + AHEAD, np.int64)
+    _place(table, page_tokens, width, offsets)
+    block = np.empty(0 if direct else KEYS * width, np.float32)
+    packed = np.arange(KEYS) * width
     for first in range(0, end, KEYS):
-        count = min(KEYS, end - first)
-        for i in range(KEYS):
-            place = min(first + i, end - 1)  # past the end: any row will do, its score is not read
-            page = np.int32(place) // np.int32(page_tokens)
-            row = np.int64(table[page]) * page_tokens + (place - page * page_tokens)
-            if keys.itemsize == 4:
-                offsets[i] = row * width
-            else:
-                offsets[i] = i * width
-                if i < count:
-                    widen(keys, row, values, block, i * width, width)
-                    if scales.size:
-                        for k in range(width):
-                            block[i * width + k] *= scales[row, 0]
+        soon = direct
+        if not direct:
+            for i in range(min(KEYS, end - first)):
+                row = offsets[first + i] // width
+                widen(keys, row, values, block, i * width, width)
+                if scales.size:
+                    for k in range(width):
+                        block[i * width + k] *= scales[row, 0]
         for query in range(positions.size):
             length = positions[query] + 1
             if length <= top or length <= first:
@@ -235,28 +241,51 @@ def _score(  # type: ignore[no-untyped-def]
             for group in range(groups):
                 right_at = (query * groups + group) * width * lanes
                 weight_at = (query * groups + group) * lanes
-                for i in range(0, min(KEYS, length - first), 8):
-                    if keys.itemsize == 4:
-                        _score_tile(keys, offsets, i, turned, right_at, width, weighing, weight_at,
-                                    scores, out_at + i, group == 0, lanes)
-                    else:
-                        _score_tile(block, offsets, i, turned, right_at, width, weighing,
-                                    weight_at, scores, out_at + i, group == 0, lanes)
+                count = min(KEYS, length - first)
+                if direct:
+                    _score_run(keys, offsets, first, count, turned, right_at, width, weighing,
+                               weight_at, scores, out_at, group == 0, lanes, soon)
+                    soon = False
+                else:
+                    _score_run(block, packed, 0, count, turned, right_at, width, weighing,
+                               weight_at, scores, out_at, group == 0, lanes, False)
 
 
 @compiled
-def _score_tile(  # type: ignore[no-untyped-def]
-    keys, offsets, at, turned, right_at, width, weighing, weight_at, scores, out_at, first, lanes
+def _place(table, page_tokens, width, offsets):  # type: ignore[no-untyped-def]
+    """offsets[p] = where position p's row begins. Past the table any row will do: unread."""
+    page = 0
+    within = 0
+    for place in range(offsets.size):
+        offsets[place] = (np.int64(table[page]) * page_tokens + within) * width
+        within += 1
+        if within == page_tokens:
+            within = 0
+            page = min(page + 1, table.size - 1)
+
+
+@compiled
+def _score_run(  # type: ignore[no-untyped-def]
+    keys, offsets, at, count, turned, right_at, width, weighing, weight_at, scores, out_at, first,
+    lanes, soon,
 ):
+    """One query and one group of heads against the block's keys, 8 at a time."""
     if lanes == 4:
-        _tile_4(keys, offsets, at, turned, right_at, width, weighing, weight_at, scores, out_at,
-                first)
+        for i in range(0, count, 8):
+            _tile_4(keys, offsets, at + i, turned, right_at, width, weighing, weight_at, scores,
+                    out_at + i, first)
     elif lanes == 8:
-        _tile_8(keys, offsets, at, turned, right_at, width, weighing, weight_at, scores, out_at,
-                first)
+        for i in range(0, count, 8):
+            if soon:
+                for key in range(at + i + AHEAD, at + i + AHEAD + 8):
+                    for line in range(0, width, 16):
+                        fetch(keys, offsets[key] + line)
+            _tile_8(keys, offsets, at + i, turned, right_at, width, weighing, weight_at, scores,
+                    out_at + i, first)
     else:
-        _tile_16(keys, offsets, at, turned, right_at, width, weighing, weight_at, scores, out_at,
-                 first)
+        for i in range(0, count, 8):
+            _tile_16(keys, offsets, at + i, turned, right_at, width, weighing, weight_at, scores,
+                     out_at + i, first)
 
 
 @compiled

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 from numba.extending import intrinsic
 
@@ -89,10 +89,26 @@ def _unbits(typing: Any, value: Any) -> Any:
     return types.float32(types.int32), code
 
 
-# The typed faces of the three: Python never runs them, compiled functions do.
+@intrinsic
+def _fetch(typing: Any, array: Any, at: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = builder.gep(_start(context, builder, array, arguments[0]), [arguments[1]])
+        byte = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
+        name = "llvm.prefetch.p0i8"
+        declared = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        builder.call(declared, [builder.bitcast(place, byte), INT32(0), INT32(3), INT32(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), code
+
+
+# The typed faces of these: Python never runs them, compiled functions do. `fetch(array, at)` asks
+# for the cache line of a float32 that will be read soon: pages lie where no hardware guesses them.
 fused = cast(Callable[[Any, Any, Any], Any], _fused)
 bits = cast(Callable[[Any], Any], _bits)
 unbits = cast(Callable[[Any], Any], _unbits)
+fetch = cast(Callable[[Any, Any], None], _fetch)
 
 
 def _chains(builder: Any, rows: list[Any], right: Any, terms: Any, shape: tuple[int, int]) -> Any:
@@ -245,14 +261,13 @@ def _summed(builder: Any, vectors: list[Any], lanes: int) -> list[Any]:
     return vectors
 
 
-def scored_tile(lanes: int) -> Callable[..., Any]:
+def scored_tile(lanes: int, rows: int = 8) -> Callable[..., Any]:
     """Index scores of 8 keys for one query: out[r] = sum over heads of w[h] * relu(key[r] . q[h]).
 
     tile(keys, offsets, at, queries, query_at, terms, weights, weight_at, out, out_at, first): key
     r begins at keys[offsets[at + r]]; queries hold (terms, lanes) with a head a lane; the heads'
     sum is a tree over neighbours. With first = 0 it is added to out.
     """
-    rows = 8
 
     @intrinsic
     def tile(

@@ -95,7 +95,7 @@ def linear_heads(
 
 
 def linear_heads_plain(x: Tensor, heads: int, start: int, stride: int, weight: Tensor) -> Tensor:
-    """The reference of `linear_heads`: (rows, heads, outputs) from weight (heads, outputs, inputs)."""
+    """The reference: (rows, heads, outputs) from weight (heads, outputs, inputs)."""
     inputs = weight.shape[2]
     parts = [x[:, start + h * stride : start + h * stride + inputs] for h in range(heads)]
     return torch.einsum("rhi,hoi->rho", torch.stack(parts, 1), weight)
@@ -108,38 +108,38 @@ NO_ROWS: Floats = np.empty((0, 0), np.float32)
 @compiled
 def multiply(left, lefts, panels, outputs, out, outs):  # type: ignore[no-untyped-def]
     """out[outs[r] + n] = chain of left[lefts[r] + k] * panels; left and out are flat arrays."""
-    rows = lefts.size
-    terms = panels.shape[1]
-    for panel in range(panels.shape[0]):
-        right_at = panel * terms * PANEL
-        width = min(PANEL, outputs - panel * PANEL)
-        if width == PANEL:
-            _tiles(left, lefts, panels, right_at, terms, out, panel * PANEL, outs)
-        else:
-            spare = np.empty(rows * PANEL, np.float32)
-            _tiles(left, lefts, panels, right_at, terms, spare, 0, np.arange(rows) * PANEL)
-            for row in range(rows):
-                at = outs[row] + panel * PANEL
-                for n in range(width):
-                    out[at + n] = spare[row * PANEL + n]
+    whole = outputs // PANEL
+    _panels(left, lefts, panels, 0, whole, out, outs)
+    if whole < panels.shape[0]:
+        rows = lefts.size
+        spare = np.empty(rows * PANEL, np.float32)
+        _panels(left, lefts, panels, whole, whole + 1, spare, np.arange(rows) * PANEL)
+        for row in range(rows):
+            at = outs[row] + whole * PANEL
+            for n in range(outputs - whole * PANEL):
+                out[at + n] = spare[row * PANEL + n]
 
 
 @compiled
-def _tiles(left, lefts, panels, right_at, terms, out, out_at, outs):  # type: ignore[no-untyped-def]
-    """One panel for all rows."""
+def _panels(left, lefts, panels, first, last, out, outs):  # type: ignore[no-untyped-def]
+    """Panels first to last for all rows; the first one's results begin at out[outs[r]]."""
     rows = lefts.size
-    row = 0
-    while row + 6 <= rows:
-        _tile_6(left, lefts, panels, right_at, PANEL, terms, out, out_at, outs, row)
-        row += 6
-    if row + 4 <= rows:
-        _tile_4(left, lefts, panels, right_at, PANEL, terms, out, out_at, outs, row)
-        row += 4
-    while row + 2 <= rows:
-        _tile_2(left, lefts, panels, right_at, PANEL, terms, out, out_at, outs, row)
-        row += 2
-    if row < rows:
-        _tile_1(left, lefts, panels, right_at, PANEL, terms, out, out_at, outs, row)
+    terms = panels.shape[1]
+    for panel in range(first, last):
+        right = panel * terms * PANEL
+        at = (panel - first) * PANEL
+        row = 0
+        while row + 6 <= rows:
+            _tile_6(left, lefts, panels, right, PANEL, terms, out, at, outs, row)
+            row += 6
+        if row + 4 <= rows:
+            _tile_4(left, lefts, panels, right, PANEL, terms, out, at, outs, row)
+            row += 4
+        while row + 2 <= rows:
+            _tile_2(left, lefts, panels, right, PANEL, terms, out, at, outs, row)
+            row += 2
+        if row < rows:
+            _tile_1(left, lefts, panels, right, PANEL, terms, out, at, outs, row)
 
 
 @compiled

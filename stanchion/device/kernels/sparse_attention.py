@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stanchion.device.kernels.index_select import (
-    NO_SCALES,
+    NO_VALUES,
     Context,
     Selection,
     plain_bits,
@@ -21,6 +21,7 @@ from stanchion.device.kernels.index_select import (
 from stanchion.device.kernels.lanes import (
     compiled,
     exponential,
+    fetch,
     fused,
     gathered_tile,
     product_tile,
@@ -47,7 +48,7 @@ def sparse_attention(
     _sparse_attention(
         queries, plain_bits(rows), context.starts, context.tables, context.table_starts,
         context.page_tokens, selection.positions, selection.counts, lanes, np.float32(scale),
-        NO_SCALES[0], out,
+        NO_VALUES, out,
     )
     return out
 
@@ -97,6 +98,8 @@ def _sparse_attention(  # type: ignore[no-untyped-def]
                 row = np.int64(table[page]) * page_tokens + (place - page * page_tokens)
                 if rows.itemsize == 4:
                     offsets[i] = row * width
+                    for line in range(0, width, 16):
+                        fetch(rows, row * width + line)
                 else:
                     offsets[i] = i * width
                     widen(rows, row, values, block, i * width, width)

@@ -1,0 +1,61 @@
+"""What `/metrics` tells, and that a log line cannot hold content."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from stanchion.gateway.journal import Line
+
+from .worker import FakeWorker, answer
+
+
+def values(client: httpx.Client) -> dict[str, float]:
+    text = client.get("/metrics").text
+    return {
+        sample.name + "".join(f"|{value}" for value in sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_counters_move_by_what_was_served(client: httpx.Client, worker: FakeWorker):
+    worker.plan = answer("hello", cached_tokens=2)
+    before = values(client)
+    assert client.post("/v1/completions", json={"prompt": "abcd"}).is_success
+    after = values(client)
+
+    def moved(name: str) -> float:
+        return after[f"stanchion:{name}"] - before.get(f"stanchion:{name}", 0.0)
+
+    assert moved("prompt_tokens_total") == 4
+    assert moved("generation_tokens_total") == 6
+    assert moved("prefix_cache_hits_total") == 2
+    assert moved("request_success_total|stop") == 1
+    assert moved("requests_ended_total|completed") == 1
+    assert moved("time_to_first_token_seconds_count") == 1
+    assert moved("e2e_request_latency_seconds_count") == 1
+    assert after["stanchion:num_requests_running"] == 0
+    assert after["stanchion:kv_cache_usage_perc"] == pytest.approx(24 / 1024)
+    assert after["stanchion:spec_decode_num_draft_tokens_total"] == 30
+    assert after["stanchion:spec_decode_num_accepted_tokens_total"] == 20
+    assert after["stanchion:spec_accept_length"] == 3.0
+    assert after["stanchion:num_preemptions_total"] == 2
+    assert after["stanchion:corrupted_requests_total"] == 1
+
+
+def test_a_log_line_says_nothing_of_what_was_said(
+    client: httpx.Client, worker: FakeWorker, caplog: pytest.LogCaptureFixture
+):
+    worker.plan = answer("the answer")
+    with caplog.at_level(logging.INFO, "stanchion.gateway"):
+        client.post("/v1/completions", json={"prompt": "the question", "stop": ["secret"]})
+    (line,) = (json.loads(record.message) for record in caplog.records)
+    assert set(line) <= set(Line.__struct_fields__)
+    assert not re.search("question|answer|secret", caplog.text)
+    assert (line["prompt_tokens"], line["outcome"]) == (12, "completed")

@@ -1,0 +1,168 @@
+import numpy as np
+import pytest
+
+from stanchion.core.errors import Bug
+from stanchion.core.identity import CacheIdentity, chain
+from stanchion.kv.pages import PagePool
+from stanchion.kv.prefix import PrefixTree, Tokens
+from stanchion.kv.ready import Ready
+from stanchion.kv.schema import Buffer, Schema
+
+ROOT = CacheIdentity("tenant", "", "model", "1", "schema").digest()
+PAGE = 4
+
+
+def tokens(count: int, first: int = 0) -> Tokens:
+    return np.arange(first, first + count, dtype=np.int32)
+
+
+def published(pool: PagePool, tree: PrefixTree, said: Tokens, root: bytes = ROOT) -> list[int]:
+    """Put the whole pages of `said` into the tree, as a request that then leaves."""
+    keys = tree.keys(root, said, [])
+    pin = pool.take(len(keys), "request")
+    tree.publish(keys, said, pin.pages, 0)
+    pages: list[int] = pin.pages.tolist()
+    pin.drop()
+    return pages
+
+
+def test_a_hit_is_the_longest_run_of_whole_pages() -> None:
+    pool = PagePool(20)
+    tree = PrefixTree(pool, PAGE)
+    pages = published(pool, tree, tokens(14))
+    assert len(pages) == 3  # the tail page is never shared
+    other = np.concatenate([tokens(9), tokens(5, 90)]).astype(np.int32)
+    assert tree.match(tree.keys(ROOT, other, []), other).tolist() == pages[:2]
+
+
+def test_another_identity_never_hits() -> None:
+    pool = PagePool(20)
+    tree = PrefixTree(pool, PAGE)
+    published(pool, tree, tokens(8))
+    for other in (
+        CacheIdentity("other", "", "model", "1", "schema"),
+        CacheIdentity("tenant", "salt", "model", "1", "schema"),
+        CacheIdentity("tenant", "", "model", "2", "schema"),
+        CacheIdentity("tenant", "", "model", "1", "other"),
+    ):
+        keys = tree.keys(other.digest(), tokens(8), [])
+        assert len(tree.match(keys, tokens(8))) == 0
+
+
+def test_identities_are_told_apart_field_by_field() -> None:
+    fields = ("a", "b", "ab", "", "a\x00b")
+    digests = {
+        CacheIdentity(tenant, salt, model, revision, schema).digest()
+        for tenant in fields
+        for salt in fields
+        for model in fields
+        for revision in fields
+        for schema in fields
+    }
+    assert len(digests) == len(fields) ** 5
+
+
+@pytest.mark.parametrize("pair", [(65, 321), (65, 65_601), (0, 256)])
+def test_token_ids_count_in_full(pair: tuple[int, int]) -> None:
+    pages = [np.full(PAGE, token, np.int32).tobytes() for token in pair]
+    assert chain(ROOT, pages[0]) != chain(ROOT, pages[1])
+
+
+def test_a_digest_collision_is_a_miss() -> None:
+    """With a digest of one byte, keys collide at once; the stored tokens must refuse the hit."""
+    pool = PagePool(600)
+    tree = PrefixTree(pool, PAGE, link=lambda parent, page: chain(parent, page)[:1])
+    mine = tokens(PAGE)
+    published(pool, tree, mine)
+    key = tree.keys(ROOT, mine, [])[0]
+    collided = 0
+    for first in range(1, 3000):
+        other = tokens(PAGE, first * 7)
+        keys = tree.keys(ROOT, other, [])
+        if keys[0] == key:
+            collided += 1
+            assert len(tree.match(keys, other)) == 0
+    assert collided > 0
+
+
+def test_what_a_request_holds_is_not_evicted() -> None:
+    pool = PagePool(9)
+    tree = PrefixTree(pool, PAGE)
+    pages = published(pool, tree, tokens(16))
+    holder = pool.regrip(np.array(pages[:2], np.int32), "request")
+    assert tree.evictable(9) == 2
+    assert tree.evict(9) == 2
+    assert tree.match(tree.keys(ROOT, tokens(16), []), tokens(16)).tolist() == pages[:2]
+    holder.drop()
+    assert tree.flush() == 2
+    assert pool.available == 8 and pool.audit() == []
+
+
+def test_least_recently_used_leaves_first() -> None:
+    pool = PagePool(9)
+    tree = PrefixTree(pool, PAGE)
+    old, new = tokens(8), tokens(8, 100)
+    published(pool, tree, old)
+    published(pool, tree, new)
+    tree.match(tree.keys(ROOT, old, []), old)  # now `new` is the one that rested longer
+    tree.evict(2)
+    assert len(tree.match(tree.keys(ROOT, old, []), old)) == 2
+    assert len(tree.match(tree.keys(ROOT, new, []), new)) == 0
+
+
+def test_readiness_is_the_minimum_over_layers() -> None:
+    ready = Ready(pages=5, layers=3, page_tokens=PAGE)
+    pages = np.array([1, 2], np.int32)
+    for layer in (0, 1):
+        ready.raise_to(layer, pages, np.array([4, 4], np.int32))
+    assert ready.complete(pages).tolist() == [False, False]
+    ready.raise_to(2, pages, np.array([4, 3], np.int32))
+    assert ready.complete(pages).tolist() == [True, False]
+    ready.lower_to(pages[:1], np.array([2], np.int32))
+    assert not ready.complete(pages).any()
+    assert ready.rows(0, 1) == 2
+
+
+def test_a_proof_wants_every_page_every_layer_and_its_generation() -> None:
+    ready = Ready(pages=5, layers=3, page_tokens=PAGE)
+    pages = np.array([3, 1], np.int32)
+    now = np.array([0, 7, 0, 9, 0], np.int64)
+    mine = np.array([9, 7], np.int64)
+    for layer in (0, 1):
+        ready.raise_to(layer, pages, np.array([4, 2], np.int32))
+    ready.raise_to(2, pages, np.array([4, 1], np.int32))
+    proof = ready.prove("r", pages, 6, 5, 2, mine, now)
+    assert (proof.request, proof.tokens) == ("r", 6)
+    with pytest.raises(Bug, match="page 1, which is not ready"):
+        ready.prove("r", pages, 7, 5, 2, mine, now)  # the target layers end at 6
+    with pytest.raises(Bug, match="page 1, which is not ready"):
+        ready.prove("r", pages, 6, 6, 2, mine, now)  # the draft layer ends at 5
+    with pytest.raises(Bug, match="another generation"):
+        ready.prove("r", pages, 6, 5, 2, np.array([9, 6], np.int64), now)
+
+
+def schema(index_dtype: str = "float32", draft: bool = True) -> Schema:
+    buffers = tuple(
+        Buffer(name, layer, door, dtype, 8)  # type: ignore[arg-type]
+        for layer in range(2 + draft)
+        for name, door, dtype in (
+            ("index_key", "index", index_dtype),
+            ("latent_rope", "attend", "float32"),
+        )
+    )
+    return Schema("m", 16, 2 + draft, draft, buffers)
+
+
+def test_unequal_schemas_name_what_differs() -> None:
+    assert schema().digest() == schema().digest()
+    assert schema().digest() != schema("bfloat16").digest()
+    said = schema().differences(schema("bfloat16", draft=False))
+    assert "layers: 3 here, 2 there" in said
+    assert "buffer index_key of layer 0" in said and "buffer latent_rope of layer 2" in said
+    assert schema().differences(schema()) == []
+
+
+def test_a_schema_knows_its_bytes_and_its_doors() -> None:
+    one = schema()
+    assert one.row_bytes == 3 * 2 * 8 * 4 and one.page_bytes == 16 * one.row_bytes
+    assert [buffer.name for buffer in one.behind(1, "attend")] == ["latent_rope"]
