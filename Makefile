@@ -44,7 +44,7 @@ bench: $(READY)  ## all benchmarks, shortened (ARGS="--json out.json")
 	@$(VENV)/bin/stanchion bench engine --quick $(ARGS)
 
 sim: $(READY)  ## one storm on the hash model, replayed from SEED
-	@$(PYTHON) -m pytest tests/engine/test_storm.py -s -k seed --seed $(or $(SEED),7)
+	@$(PYTHON) -m pytest tests/engine/test_storm.py -s -k one_seed --seed $(or $(SEED),7)
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -10,7 +10,7 @@ from progress import report
 from shape import Shape
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 300, 48, 36, 14
-LOSS_RANGE = (1.0, 6.0)
+LOSS_RANGE = (0.0, 6.0)
 COLOURS = {"training": "#9aa5b1", "held out, raw": "#1f6feb", "held out, quote": "#d1691e"}
 
 Points = list[tuple[float, float]]
@@ -74,9 +74,9 @@ def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [*lines, rule, *body])
 
 
-def acceptance_table(acceptance: dict[str, Any]) -> str:
+def acceptance_table(conditions: dict[str, Any]) -> str:
     rows = []
-    for name, figures in acceptance["conditions"].items():
+    for name, figures in conditions.items():
         length, rate = figures["accept_length"], figures["accept_rate"]
         rows.append(
             (
@@ -105,11 +105,12 @@ def acceptance_table(acceptance: dict[str, Any]) -> str:
 
 def quoting_table(evaluation: dict[str, Any]) -> str:
     rows = []
-    for name, figures in evaluation["acceptance"]["conditions"].items():
+    measured = evaluation["measured"]
+    for name, figures in measured["acceptance"].items():
         if "quoting" in figures:
-            count, length = figures["generations"], evaluation["acceptance"]["prompt_tokens"]
+            count, length = figures["generations"], evaluation["prompt_tokens"]
             rows.append((length, name.split(", ")[1], count, *exact_cells(figures["quoting"])))
-    for length, figures in evaluation["long_quotes_greedy"].items():
+    for length, figures in measured.get("long quotes", {}).items():
         rows.append((length, 0, figures["prompts"], *exact_cells(figures)))
     head = ("prompt tokens", "temperature", "n", "answer", "exact for, median", ">= 16", ">= 64")
     return table(head, rows)
@@ -124,18 +125,26 @@ def exact_cells(quoting: dict[str, Any]) -> tuple[str, str, str, str]:
     )
 
 
-def position_table(figures: dict[str, Any]) -> str:
+def by_position(losses: dict[str, Any]) -> str:
+    if "by position" not in losses:
+        return "Loss by position was not measured."
+    figures = losses["by position"]
     bands = table(("positions", "loss"), figures["by_band"].items())
     ends = table(
         ("context", "loss of the same tokens"), figures["last_512_tokens_by_context"].items()
     )
-    return f"{bands}\n\n{ends}"
+    words = (
+        f"By position, in {figures['windows']} windows of 8,192 tokens; and the last 512 tokens of"
+        " each again, with\nless context before them:"
+    )
+    return f"{words}\n\n{bands}\n\n{ends}"
 
 
 def card(
     corpus: dict[str, Any], evaluation: dict[str, Any], shape: Shape, seed: int, note: str
 ) -> str:
-    training, losses = evaluation["training"], evaluation["held_out_loss"]
+    training, measured = evaluation["training"], evaluation["measured"]
+    losses = measured["loss"]["held out"]
     note = f" {note}" if note else ""
     tuned = ""
     if "tune_minutes" in training:
@@ -211,20 +220,17 @@ At a context of {losses["context"]} tokens, in nats a token: raw text {losses["r
 ({losses["raw_bits_a_byte"]:.3f} bits a byte), quote tasks {losses["quote"]:.3f}, their answers
 alone {losses["quote_answers"]:.3f}; the draft layer on raw text {losses["raw_draft"]:.3f}.
 
-By position, in {evaluation["loss_by_position"]["windows"]} windows of 8,192 tokens; and the last
-512 tokens of each again, with less context before them:
-
-{position_table(evaluation["loss_by_position"])}
+{by_position(measured["loss"])}
 
 ## Acceptance of drafts
 
-{evaluation["acceptance"]["drafts"]} drafts a step, prompts of
-{evaluation["acceptance"]["prompt_tokens"]} held-out tokens,
-{evaluation["acceptance"]["generated_tokens"]} tokens generated each; drafts sampled and accepted by
+{evaluation["drafts"]} drafts a step, prompts of
+{evaluation["prompt_tokens"]} held-out tokens,
+{evaluation["generated_tokens"]} tokens generated each; drafts sampled and accepted by
 rejection sampling, special tokens never sampled. Accept length counts the bonus token. All figures
 are of whole generations.
 
-{acceptance_table(evaluation["acceptance"])}
+{acceptance_table(measured["acceptance"])}
 
 The working range is temperature 0.7 to 0.8. Greedy text of so small a model often falls into
 loops, and a loop is easy to draft: leave temperature 0 out when the accept rate is to mean

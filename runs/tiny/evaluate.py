@@ -1,19 +1,20 @@
 """Step 5: measures the exported weights on held-out files, and writes `evaluation.json`.
 
-Loss of raw text and of quote tasks, loss by position, acceptance with proper rejection sampling,
+Loss of raw text and of quote tasks, acceptance with proper rejection sampling, loss by position,
 and how exactly it quotes. The model card has no figure that is not from this file.
 """
 
 import argparse
+import hashlib
 import json
 import math
-import platform
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,14 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 DRAFTS = 3
-TEMPERATURES = (0.0, 0.7, 0.8)
+CONDITIONS = (
+    ("raw", 0.7),
+    ("quote", 0.7),
+    ("raw", 0.8),
+    ("quote", 0.8),
+    ("raw", 0.0),
+    ("quote", 0.0),
+)
 PROMPTS = 64
 PROMPT_LENGTH = 768
 ANSWER_LENGTH = 256
@@ -106,7 +114,7 @@ class Evaluation:
         self.quoter = Quoter(Newlines(self.tokenizer))
         self.seed = seed
         self.pool = pool
-        self.texts: list[str] = []
+        self.work = work
 
     def quote_prompts(self, count: int, length: int, answer: int) -> list[Prompt]:
         generator = np.random.default_rng(self.seed)
@@ -152,52 +160,69 @@ class Evaluation:
             "last_512_tokens_by_context": {n: round(value, 4) for n, value in ends.items()},
         }
 
-    def accepted(self) -> Figures:
+    def prompts(self) -> tuple[dict[str, Ids], list[Prompt]]:
         quotes = self.quote_prompts(PROMPTS, PROMPT_LENGTH, ANSWER_LENGTH)
-        kinds = {
-            "raw": self.raw_prompts(PROMPTS, PROMPT_LENGTH),
-            "quote": np.stack([prompt.tokens for prompt in quotes]),
-        }
-        figures: Figures = {}
-        for kind, prompts in kinds.items():
-            for temperature in TEMPERATURES:
-                said = self.generate(prompts, ANSWER_LENGTH, temperature)
-                found = acceptance(said)
-                if kind == "quote":
-                    found["quoting"] = exactness(said, quotes)
-                figures[f"{kind}, {temperature:g}"] = found
-                report(f"evaluate: {kind} at {temperature:g}: {found['accept_length']}")
-                self.show(kind, temperature, prompts, said)
-        return {
-            "drafts": DRAFTS,
-            "prompt_tokens": PROMPT_LENGTH,
-            "generated_tokens": ANSWER_LENGTH,
-            "rule": "drafts sampled from q, kept with min(1, p/q); special tokens never sampled",
-            "conditions": figures,
-        }
+        raw = self.raw_prompts(PROMPTS, PROMPT_LENGTH)
+        return {"raw": raw, "quote": np.stack([prompt.tokens for prompt in quotes])}, quotes
 
-    def show(self, kind: str, temperature: float, prompts: Ids, said: Generated) -> None:
-        for row in (0, 1):
-            prompt = self.tokenizer.decode(prompts[row][-80:].tolist(), skip_special_tokens=False)
-            text = self.tokenizer.decode(said.tokens[row].tolist())
-            self.texts.append(f"=== {kind}, {temperature:g}\n{prompt}\n>>>\n{text}\n")
-
-    def long_quotes(self) -> Figures:
-        """Quoting from far back, greedily: whether long contexts are used and not only borne."""
-        figures: Figures = {}
-        for length, count in LONG_PROMPTS:
-            quotes = self.quote_prompts(count, length, LONG_ANSWER)
-            said = self.generate(np.stack([q.tokens for q in quotes]), LONG_ANSWER, 0.0)
-            figures[str(length)] = {"prompts": count, **exactness(said, quotes)}
-            report(f"evaluate: quoting from {length} tokens: {figures[str(length)]}")
+    def accepted(self, kind: str, temperature: float) -> Figures:
+        kinds, quotes = self.prompts()
+        said = self.generate(kinds[kind], ANSWER_LENGTH, temperature)
+        figures = acceptance(said)
+        if kind == "quote":
+            figures["quoting"] = exactness(said, quotes)
+        self.show(kind, temperature, kinds[kind], said)
         return figures
 
+    def show(self, kind: str, temperature: float, prompts: Ids, said: Generated) -> None:
+        """Two of the texts, for the eye."""
+        with open(self.work / "texts.txt", "a", encoding="utf-8") as file:
+            for row in (0, 1):
+                prompt = self.tokenizer.decode(prompts[row][-80:].tolist(), False)
+                text = self.tokenizer.decode(said.tokens[row].tolist())
+                file.write(f"=== {kind}, {temperature:g}\n{prompt}\n>>>\n{text}\n\n")
 
-def timed(name: str, measure: Callable[[], Figures]) -> Figures:
-    started = time.monotonic()
-    figures = measure()
-    report(f"evaluate: {name} took {time.monotonic() - started:.0f} s")
-    return figures
+    def long_quotes(self, length: int, count: int) -> Figures:
+        """Quoting from far back, greedily: whether long contexts are used and not only borne."""
+        quotes = self.quote_prompts(count, length, LONG_ANSWER)
+        said = self.generate(np.stack([q.tokens for q in quotes]), LONG_ANSWER, 0.0)
+        return {"prompts": count, **exactness(said, quotes)}
+
+
+class Record:
+    """`evaluation.json`, written after every measurement, so that a run can go on where it ended.
+
+    Measurements of other weights than those that are exported now are thrown away.
+    """
+
+    def __init__(self, directory: Path, settings: Figures) -> None:
+        self.path = directory / "evaluation.json"
+        digest = hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
+        self.figures: dict[str, Any] = {"weights_sha256": digest, **settings, "measured": {}}
+        if self.path.exists():
+            before = json.loads(self.path.read_text(encoding="utf-8"))
+            if before["weights_sha256"] == digest:
+                self.figures["measured"] = before["measured"]
+
+    def measure(self, part: str, name: str, measurement: Callable[[], Figures]) -> None:
+        known = self.figures["measured"].setdefault(part, {})
+        if name in known:
+            return
+        started = time.monotonic()
+        known[name] = measurement()
+        report(f"evaluate: {part}, {name}, {time.monotonic() - started:.0f} s: {known[name]}")
+        text = json.dumps(self.figures, indent=1) + "\n"
+        self.path.write_text(text, encoding="utf-8")
+
+
+def measure_all(evaluation: Evaluation, record: Record) -> None:
+    record.measure("loss", "held out", evaluation.losses)
+    for kind, temperature in CONDITIONS:
+        name = f"{kind}, {temperature:g}"
+        record.measure("acceptance", name, partial(evaluation.accepted, kind, temperature))
+    record.measure("loss", "by position", evaluation.by_position)
+    for length, count in LONG_PROMPTS:
+        record.measure("long quotes", str(length), partial(evaluation.long_quotes, length, count))
 
 
 def main() -> None:
@@ -211,21 +236,19 @@ def main() -> None:
     torch.set_num_threads(1)
     pool = ThreadPoolExecutor(options.threads, initializer=torch.set_num_threads, initargs=(1,))
     state = torch.load(options.work / options.state, weights_only=False)
+    settings: Figures = {
+        "seed": options.seed,
+        "torch": torch.__version__,
+        "computed_in": "fp32, from the exported bf16 weights",
+        "training": state.get("training", {}),
+        "drafts": DRAFTS,
+        "prompt_tokens": PROMPT_LENGTH,
+        "generated_tokens": ANSWER_LENGTH,
+        "acceptance_rule": "drafts sampled from q, kept with min(1, p/q); no special tokens",
+    }
     with torch.no_grad():
         evaluation = Evaluation(options.work, options.state, options.seed, pool)
-        figures: Figures = {
-            "seed": options.seed,
-            "torch": torch.__version__,
-            "machine": platform.machine(),
-            "training": state.get("training", {}),
-            "held_out_loss": timed("loss", evaluation.losses),
-            "acceptance": timed("acceptance", evaluation.accepted),
-            "loss_by_position": timed("loss by position", evaluation.by_position),
-            "long_quotes_greedy": timed("long quotes", evaluation.long_quotes),
-        }
-    text = json.dumps(figures, indent=1) + "\n"
-    (options.out / "evaluation.json").write_text(text, encoding="utf-8")
-    (options.work / "texts.txt").write_text("\n".join(evaluation.texts), encoding="utf-8")
+        measure_all(evaluation, Record(options.out, settings))
 
 
 if __name__ == "__main__":

@@ -127,9 +127,9 @@ def _bench(command: argparse.ArgumentParser) -> None:
 
 
 def _run_bench(arguments: argparse.Namespace) -> int:
-    from stanchion.cli.bench import run
+    from stanchion.cli.bench.command import run
 
-    return run(arguments.name, arguments.quick, arguments.json, arguments.only)
+    return run(arguments.quick, arguments.json, arguments.only)
 
 
 def _run_settings(arguments: argparse.Namespace) -> int:

@@ -11,13 +11,20 @@ from tests.engine.rig import Storm, hashed_engine, storm, wrong
 STATES = {"waiting", "preempted", "prefill", "prefill in flight", "decode in flight"}
 
 
-def one_storm(seed: int, requests: int, failpoints: tuple[str, ...] = ()) -> tuple[Storm, Engine]:
-    """The seed decides drafts, chunks, top-k, page size and pool; raise with it on any fault."""
+def one_storm(
+    seed: int, requests: int, failpoints: tuple[str, ...] = (), calm: bool = False
+) -> tuple[Storm, Engine]:
+    """The seed decides drafts, chunks, top-k, page size and pool; raise with it on any fault.
+
+    A calm storm has a large pool, pages of one token and no aborts: more turns go on to the next.
+    """
     choices = seeded(seed)
     drafts, chunk = choices.pick(6), (1, 3, 17, 1 + choices.pick(64))[choices.pick(4)]
     top_k = None if choices.pick(2) else 48
     page_tokens = (1, 4, 16)[choices.pick(3)]
     pages = (16 + choices.pick(30)) * 16 // page_tokens
+    if calm:
+        page_tokens, pages = 1, 8192
     limits = Limits(
         chunk_tokens=chunk,
         running_max=1 + choices.pick(24),
@@ -25,7 +32,7 @@ def one_storm(seed: int, requests: int, failpoints: tuple[str, ...] = ()) -> tup
         draft_tokens=drafts,
     )
     engine = hashed_engine(limits, pages, page_tokens, top_k, failpoints)
-    result = storm(engine, choices, requests)
+    result = storm(engine, choices, requests, abort_one_in=10**9 if calm else 5)
     assert wrong(result, drafts, top_k) == [], f"replay with seed {seed}"
     assert engine.audit() == [], f"replay with seed {seed}"
     return result, engine
@@ -50,12 +57,21 @@ def test_a_broken_rule_is_caught(failpoint: str) -> None:
     caught = 0
     for seed in range(100, 140):
         try:
-            one_storm(seed, 50, (failpoint,))
+            one_storm(seed, 50, (failpoint,), calm=failpoint == "watermark_not_lowered")
         except (AssertionError, Bug) as error:
             print(f"{failpoint}, seed {seed}: {error}")
             caught += 1
             break
     assert caught
+
+
+def test_a_calm_storm_is_right_too() -> None:
+    for seed in range(100, 103):
+        one_storm(seed, 50, calm=True)
+
+
+def test_one_seed(request: pytest.FixtureRequest) -> None:
+    one_storm(request.config.getoption("--seed"), 100)
 
 
 @pytest.mark.soak

@@ -206,6 +206,21 @@ def test_the_end_token_is_no_text_but_counts_and_only_when_it_is_the_last():
     assert run(shown, b"hi!", 2, Completed("stop"))[0] == "hi!"
 
 
+def test_an_ordinary_end_token_may_complete_a_stop_string():
+    style = Style(BYTES, end_ids=frozenset({ord("!")}), stops=StopSet(["i!"]))
+    for size in range(1, 5):
+        shown, counted, end, _, scored = run(style, b"hi!x", size)
+        assert (shown, counted, end) == ("h", 3, End("stop", "i!"))
+        assert len(scored) == 3
+
+
+def test_a_stop_is_not_looked_for_in_the_text_of_the_first_min_tokens():
+    style = Style(BYTES, stops=StopSet(["ab"]), min_tokens=3)
+    for size in range(1, 8):
+        assert run(style, b"ababab", size)[:3] == ("abab", 6, End("stop", "ab"))
+        assert run(style, b"abaxx", size)[:3] == ("abaxx", 5, End("length"))
+
+
 @pytest.mark.parametrize("outcome", [PeerLost("x"), Cancelled("monitor"), OutputSuspect("nan")])
 def test_only_a_completed_outcome_ends_a_choice_well(outcome):
     *_, end, failed, _ = run(Style(BYTES), b"hello", 2, outcome)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import re
+import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import httpx
 import pytest
@@ -12,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from stanchion.gateway.journal import Line
 
-from .worker import FakeWorker, answer
+from .worker import WAIT_S, FakeWorker, answer
 
 
 def values(client: httpx.Client) -> dict[str, float]:
@@ -24,11 +27,26 @@ def values(client: httpx.Client) -> dict[str, float]:
     }
 
 
+DONE = "stanchion:request_success_total|stop"
+Seen = TypeVar("Seen")
+
+
+def until(look: Callable[[], Seen], met: Callable[[Seen], bool]) -> Seen:
+    """What was served is counted and logged once its last byte is written, so after the reply."""
+    deadline = time.monotonic() + WAIT_S
+    while not met(seen := look()):
+        assert time.monotonic() < deadline
+    return seen
+
+
 def test_counters_move_by_what_was_served(client: httpx.Client, worker: FakeWorker):
     worker.plan = answer("hello", cached_tokens=2)
     before = values(client)
     assert client.post("/v1/completions", json={"prompt": "abcd"}).is_success
-    after = values(client)
+    after = until(
+        lambda: values(client),
+        lambda now: now.get(DONE, 0.0) > before.get(DONE, 0.0),
+    )
 
     def moved(name: str) -> float:
         return after[f"stanchion:{name}"] - before.get(f"stanchion:{name}", 0.0)
@@ -55,7 +73,8 @@ def test_a_log_line_says_nothing_of_what_was_said(
     worker.plan = answer("the answer")
     with caplog.at_level(logging.INFO, "stanchion.gateway"):
         client.post("/v1/completions", json={"prompt": "the question", "stop": ["secret"]})
-    (line,) = (json.loads(record.message) for record in caplog.records)
+        (record,) = until(lambda: list(caplog.records), bool)
+    line = json.loads(record.message)
     assert set(line) <= set(Line.__struct_fields__)
     assert not re.search("question|answer|secret", caplog.text)
     assert (line["prompt_tokens"], line["outcome"]) == (12, "completed")

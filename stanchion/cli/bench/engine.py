@@ -20,7 +20,7 @@ from rich.progress import Progress
 
 from stanchion.cli.bench.measure import Measure, interleave
 from stanchion.cli.bench.sides import Ours, Theirs, corpus
-from stanchion.device.kernels.index_select import Context, select
+from stanchion.device.kernels.index_select import Context, Selection, select
 from stanchion.device.kernels.sparse_attention import sparse_attention
 from stanchion.model.glm5 import Glm5
 
@@ -161,10 +161,13 @@ class Bench:
         model = self._glm
         rows = torch.randn(context, model.config.kv_lora_rank + model.config.qk_rope_head_dim)
         geometry = _one_query(context, 16, 16)
-        chosen = np.stack([
-            np.sort(generator.choice(context, TOP_K, replace=False)) for _ in range(16)
-        ]).astype(np.int32)  # fmt: skip
-        return _attend_us(model, rows, geometry, chosen)
+        picks = [np.sort(generator.choice(context, TOP_K, replace=False)) for _ in range(16)]
+        chosen = Selection(np.stack(picks).astype(np.int32), np.full(16, TOP_K, np.int32))
+        config = model.config
+        queries = np.ones((16, config.num_attention_heads, rows.shape[1]), np.float32)
+        latent = config.kv_lora_rank
+        took = _us(lambda: sparse_attention(queries, rows, geometry, chosen, latent, 0.1))
+        return took / 16
 
     @property
     def _glm(self) -> Glm5:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from stanchion.engine.loop import Engine
 from stanchion.engine.scheduler import Limits
 from stanchion.gateway.tokens import load_vocabulary
 from stanchion.model.load import load_glm
+from stanchion.model.text import Model
 
 KV_GIB = 2.0
 PREFILL_CHUNK = 1024  # transformers: larger chunks were slower and need gigabytes for scores
@@ -37,7 +38,7 @@ def corpus(folder: Path) -> list[int]:
     library = Path(sysconfig.get_paths()["stdlib"])
     encode = load_vocabulary(folder).encode
     texts = [(library / name).read_text() for name in SOURCES if (library / name).is_file()]
-    return [token for text in texts for token in encode(text)]
+    return [token for text in texts for token in encode(text, special=False)]
 
 
 @dataclass
@@ -47,11 +48,16 @@ class Ours:
     folder: Path
     draft_tokens: int
     engine: Engine = field(init=False)
+    model: Model = field(init=False)
+    model_s: float = 0.0  # time spent inside the model's passes
     _names: Iterator[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
         draft = self.draft_tokens > 0
         model, name, revision, eos = load_glm(self.folder, 16, draft=draft)
+        self.model = model
+        for one in ("forward", "logits", "draft", "draft_logits"):
+            setattr(model, one, self._timed(getattr(model, one)))
         limits = Limits(draft_tokens=self.draft_tokens)
         pages = pages_that_fit(model.schema, KV_GIB)
         self.engine = assemble(model, limits, pages, name, revision, eos)
@@ -97,6 +103,15 @@ class Ours:
             said = self.engine.step([]) if self.engine.busy else []
         return tokens
 
+    def _timed(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            began = time.perf_counter()
+            done = work(*arguments)
+            self.model_s += time.perf_counter() - began
+            return done
+
+        return timed
+
     def _requests(self) -> list[Any]:
         return [*self.engine.running.values(), *self.engine.waiting]
 
@@ -110,7 +125,10 @@ class Theirs:
     setting: str = ""
 
     def __post_init__(self) -> None:
-        from transformers import GlmMoeDsaForCausalLM
+        from transformers import GlmMoeDsaForCausalLM, logging
+
+        logging.set_verbosity_error()  # it lists the draft layer, which it drops
+        logging.disable_progress_bar()
 
         fastest = 0.0
         for attention, experts in itertools.product(("eager", "sdpa"), ("eager", "grouped_mm")):
@@ -145,13 +163,12 @@ class Theirs:
 
     def decode(self, cache: Any, tokens: Any, steps: int) -> list[list[int]]:
         """Greedy tokens a step, batch by batch; the cache is cropped back afterwards."""
-        length = cache.get_seq_length()
         said = []
         for _ in range(steps):
             out = self.model(tokens, cache=cache, use_cache=True)
             tokens = out.logits[:, -1:].argmax(-1)
             said.append(tokens[:, 0].tolist())
-        cache.crop(length)
+        cache.crop(-steps)
         return said
 
     def decode_rate(self, cache: Any, batch: int, steps: int) -> float:

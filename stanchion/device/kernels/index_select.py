@@ -9,7 +9,7 @@ nothing is NaN, so the damage reaches the logits instead of hiding behind the se
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -29,8 +29,8 @@ from stanchion.device.kernels.rows import Integers, rope_plain, rotate
 
 Places = NDArray[np.int32]
 
-KEYS = 64  # keys a block: their vectors stay in the first-level cache for all queries of a block
-AHEAD = 96  # how far before its use a key is asked for
+KEYS = 128  # keys a block: their vectors stay in the first-level cache for all queries of a block
+AHEAD = 48  # keys between asking for one and reading it: measured, 32 to 64 are alike
 SCORES = 1 << 20  # float32 scores held at once, which bounds the queries a block
 QUERIES = 64
 
@@ -48,6 +48,15 @@ class Context:
     tables: Places  # (pages of all requests,)
     table_starts: Integers  # (requests + 1,)
     page_tokens: int
+    longest: int = field(init=False)  # rows of the longest context
+    widest: int = field(init=False)  # queries of the widest request
+
+    def __post_init__(self) -> None:
+        """Worked out once a pass, for all layers."""
+        longest = int(self.positions.max()) + 1 if len(self.positions) else 0
+        object.__setattr__(self, "longest", longest)
+        widest = int(np.diff(self.starts).max()) if len(self.starts) > 1 else 0
+        object.__setattr__(self, "widest", widest)
 
 
 @dataclass(frozen=True)
@@ -66,19 +75,18 @@ def select(
     are weights[:, weight_start : weight_start + heads]. Keys: (pool rows, width), any dtype of the
     schema; scales (pool rows, 1) where they are fp8."""
     queries = len(context.positions)
-    longest = int(context.positions.max()) + 1 if queries else 0
-    positions: Places = np.empty((queries, min(top, longest)), np.int32)
+    positions: Places = np.empty((queries, min(top, context.longest)), np.int32)
     counts: Places = np.empty(queries, np.int32)
-    if longest <= top:
+    if context.longest <= top:
         _take_all(context.positions, positions, counts)
         return Selection(positions, counts)
     lanes = 4 if heads <= 4 else 8 if heads <= 8 else 16
     width = int(keys.shape[1])
     scale = np.float32(width**-0.5 * heads**-0.5)
-    held = max(1, min(QUERIES, SCORES // longest, int(np.diff(context.starts).max())))
+    held = max(1, min(QUERIES, SCORES // context.longest, context.widest))
     _select(
         mixed, query_start, heads, lanes, weights, weight_start, scale, angles, plain_bits(keys),
-        NO_SCALES if scales is None else scales.numpy(), byte_values(keys), context.positions,
+        NO_VALUES if scales is None else scales.view(-1).numpy(), byte_values(keys), width, context.positions,
         context.starts, context.tables, context.table_starts, context.page_tokens, top, held,
         positions, counts,
     )
@@ -116,10 +124,11 @@ def select_plain(
 
 
 def plain_bits(rows: Tensor) -> NDArray[np.generic]:
-    """Rows as numpy can hold them: float32, or the bits of bfloat16 or fp8."""
+    """Rows, end to end, as numpy can hold them: float32, or the bits of bfloat16 or fp8."""
+    flat = rows.view(-1)
     if rows.dtype is torch.float32:
-        return rows.numpy()
-    return rows.view(torch.uint16 if rows.dtype is torch.bfloat16 else torch.uint8).numpy()
+        return flat.numpy()
+    return flat.view(torch.uint16 if rows.dtype is torch.bfloat16 else torch.uint8).numpy()
 
 
 def byte_values(rows: Tensor) -> Floats:
@@ -130,23 +139,22 @@ def byte_values(rows: Tensor) -> Floats:
     return values
 
 
-NO_SCALES: Floats = np.empty((1, 0), np.float32)
 NO_VALUES: Floats = np.empty(0, np.float32)
 LOWEST = np.int32(-(2**31))
 
 
 @compiled
-def widen(rows, row, values, out, at, count):  # type: ignore[no-untyped-def]
-    """out[at : at + count] = the start of one row, whatever its dtype, in float32."""
+def widen(rows, start, values, out, at, count):  # type: ignore[no-untyped-def]
+    """out[at : at + count] = rows[start : start + count], whatever the dtype, in float32."""
     if rows.itemsize == 4:
         for i in range(count):
-            out[at + i] = np.float32(rows[row, i])
+            out[at + i] = np.float32(rows[start + i])
     elif rows.itemsize == 2:
         for i in range(count):
-            out[at + i] = unbits(np.int32(np.int32(rows[row, i]) << np.int32(16)))
+            out[at + i] = unbits(np.int32(np.int32(rows[start + i]) << np.int32(16)))
     else:
         for i in range(count):
-            out[at + i] = values[np.int64(rows[row, i]) & 255]
+            out[at + i] = values[np.int64(rows[start + i]) & 255]
 
 
 @compiled
@@ -160,9 +168,8 @@ def _take_all(positions, chosen, counts):  # type: ignore[no-untyped-def]
 @compiled
 def _select(  # type: ignore[no-untyped-def]
     mixed, query_start, heads, lanes, weights, weight_start, scale, angles, keys, scales, values,
-    positions, starts, tables, table_starts, page_tokens, top, held, chosen, counts,
+    width, positions, starts, tables, table_starts, page_tokens, top, held, chosen, counts,
 ):
-    width = keys.shape[1]
     groups = (heads + lanes - 1) // lanes
     turned = np.zeros((held, groups, width, lanes), np.float32)
     weighing = np.zeros((held, groups, lanes), np.float32)
@@ -203,7 +210,7 @@ def _turn(  # type: ignore[no-untyped-def]
         group = head // lanes
         lane = head % lanes
         at = query * mixed.shape[1] + query_start + head * width
-        rotate(flat, at, angles, query, head_turned, 0)
+        rotate(flat[at:], angles[query], head_turned)
         for i in range(rope):
             turned[group, i, lane] = head_turned[i]
         for i in range(rope, width):
@@ -216,23 +223,22 @@ def _score(  # type: ignore[no-untyped-def]
     keys, scales, values, table, page_tokens, positions, top, turned, weighing, lanes, scores
 ):
     """Scores of successive queries of one request; a query that takes all is left out."""
-    width = keys.shape[1]
-    groups = turned.shape[1]
+    groups, width = turned.shape[1:3]
     end = positions[-1] + 1
     direct = keys.itemsize == 4
-    offsets = np.empty(end + AHEAD, np.int64)
+    offsets = np.empty(end + KEYS + AHEAD, np.int64)
     _place(table, page_tokens, width, offsets)
     block = np.empty(0 if direct else KEYS * width, np.float32)
     packed = np.arange(KEYS) * width
     for first in range(0, end, KEYS):
-        soon = direct
+        soon = direct  # the first query to come asks for the keys ahead, for all of them
         if not direct:
             for i in range(min(KEYS, end - first)):
-                row = offsets[first + i] // width
-                widen(keys, row, values, block, i * width, width)
+                at = offsets[first + i]
+                widen(keys, at, values, block, i * width, width)
                 if scales.size:
                     for k in range(width):
-                        block[i * width + k] *= scales[row, 0]
+                        block[i * width + k] *= scales[at // width]
         for query in range(positions.size):
             length = positions[query] + 1
             if length <= top or length <= first:
@@ -270,20 +276,18 @@ def _score_run(  # type: ignore[no-untyped-def]
     lanes, soon,
 ):
     """One query and one group of heads against the block's keys, 8 at a time."""
-    if lanes == 4:
-        for i in range(0, count, 8):
+    for i in range(0, count, 8):
+        if soon:
+            for key in range(at + i + AHEAD, at + i + AHEAD + 8):
+                for line in range(0, width, 16):
+                    fetch(keys, offsets[key] + line)
+        if lanes == 4:
             _tile_4(keys, offsets, at + i, turned, right_at, width, weighing, weight_at, scores,
                     out_at + i, first)
-    elif lanes == 8:
-        for i in range(0, count, 8):
-            if soon:
-                for key in range(at + i + AHEAD, at + i + AHEAD + 8):
-                    for line in range(0, width, 16):
-                        fetch(keys, offsets[key] + line)
+        elif lanes == 8:
             _tile_8(keys, offsets, at + i, turned, right_at, width, weighing, weight_at, scores,
                     out_at + i, first)
-    else:
-        for i in range(0, count, 8):
+        else:
             _tile_16(keys, offsets, at + i, turned, right_at, width, weighing, weight_at, scores,
                      out_at + i, first)
 

@@ -109,11 +109,11 @@ NO_ROWS: Floats = np.empty((0, 0), np.float32)
 def multiply(left, lefts, panels, outputs, out, outs):  # type: ignore[no-untyped-def]
     """out[outs[r] + n] = chain of left[lefts[r] + k] * panels; left and out are flat arrays."""
     whole = outputs // PANEL
-    _panels(left, lefts, panels, 0, whole, out, outs)
+    _panels(left, lefts, panels[:whole], out, outs)
     if whole < panels.shape[0]:
         rows = lefts.size
         spare = np.empty(rows * PANEL, np.float32)
-        _panels(left, lefts, panels, whole, whole + 1, spare, np.arange(rows) * PANEL)
+        _panels(left, lefts, panels[whole:], spare, np.arange(rows) * PANEL)
         for row in range(rows):
             at = outs[row] + whole * PANEL
             for n in range(outputs - whole * PANEL):
@@ -121,13 +121,12 @@ def multiply(left, lefts, panels, outputs, out, outs):  # type: ignore[no-untype
 
 
 @compiled
-def _panels(left, lefts, panels, first, last, out, outs):  # type: ignore[no-untyped-def]
-    """Panels first to last for all rows; the first one's results begin at out[outs[r]]."""
+def _panels(left, lefts, panels, out, outs):  # type: ignore[no-untyped-def]
     rows = lefts.size
     terms = panels.shape[1]
-    for panel in range(first, last):
+    for panel in range(panels.shape[0]):
         right = panel * terms * PANEL
-        at = (panel - first) * PANEL
+        at = panel * PANEL
         row = 0
         while row + 6 <= rows:
             _tile_6(left, lefts, panels, right, PANEL, terms, out, at, outs, row)

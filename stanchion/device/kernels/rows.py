@@ -75,16 +75,14 @@ LAYER_NORM_EPSILON = 1e-6  # transformers, GlmMoeDsaIndexer.k_norm
 
 
 @compiled
-def rotate(x, start, angles, query, out, out_start):  # type: ignore[no-untyped-def]
-    """Rope of one head; x and out are flat."""
-    half = angles.shape[1] // 2
+def rotate(x, angles, out):  # type: ignore[no-untyped-def]
+    """Rope of one head of one query: the first `angles.size` of x."""
+    half = angles.size // 2
     for i in range(half):
-        even = x[start + 2 * i]
-        odd = x[start + 2 * i + 1]
-        cosine = angles[query, i]
-        sine = angles[query, half + i]
-        out[out_start + i] = even * cosine - odd * sine
-        out[out_start + half + i] = odd * cosine + even * sine
+        even = x[2 * i]
+        odd = x[2 * i + 1]
+        out[i] = even * angles[i] - odd * angles[half + i]
+        out[half + i] = odd * angles[i] + even * angles[half + i]
 
 
 @compiled
@@ -98,7 +96,7 @@ def _latent_rows(mixed, start, gain, epsilon, angles, out, rows):  # type: ignor
         at = query * stride + start
         row = rows[query] * width
         normalise(flat, at, gain, epsilon, kept, row, parts)
-        rotate(flat, at + gain.size, angles, query, kept, row + gain.size)
+        rotate(flat[at + gain.size :], angles[query], kept[row + gain.size :])
 
 
 @compiled
@@ -123,7 +121,7 @@ def _index_rows(mixed, start, gain, bias, angles, out, rows):  # type: ignore[no
             normed[i] = (flat[at + i] - mean) * scale * gain[i] + bias[i]
         row = rows[query] * width
         rope = angles.shape[1]
-        rotate(normed, 0, angles, query, kept, row)
+        rotate(normed, angles[query], kept[row:])
         for i in range(rope, width):
             kept[row + i] = normed[i]
 
@@ -136,4 +134,5 @@ def _rope_heads(x, start, stride, angles, out, out_start):  # type: ignore[no-un
     for query in range(queries):
         for head in range(heads):
             at = query * x.shape[1] + start + head * stride
-            rotate(flat, at, angles, query, kept, (query * heads + head) * width + out_start)
+            place = (query * heads + head) * width + out_start
+            rotate(flat[at:], angles[query], kept[place:])

@@ -75,74 +75,89 @@ def _sparse_attention(  # type: ignore[no-untyped-def]
     queries, rows, starts, tables, table_starts, page_tokens, chosen, counts, lanes, scale, values,
     out,
 ):
-    heads = queries.shape[1]
-    width = queries.shape[2]
+    count, heads, width = queries.shape
     groups = (heads + lanes - 1) // lanes
     most = (chosen.shape[1] + 15) // 16 * 16
-    offsets = np.empty(most, np.int64)
-    places = np.arange(most) * lanes
+    direct = rows.itemsize == 4
+    offsets = np.zeros((2, most), np.int64)  # of this query's rows, and of the next one's
     turned = np.zeros((groups, width, lanes), np.float32)
     scores = np.empty(most * lanes, np.float32)
+    places = np.arange(most) * lanes
     shares = np.empty((heads, most), np.float32)
     inverse = np.empty(heads, np.float32)
     parts = np.empty(16, np.float32)
-    block = np.empty(most * width if rows.itemsize < 4 else 0, np.float32)
-    for request in range(starts.size - 1):
-        table = tables[table_starts[request] : table_starts[request + 1]]
-        for query in range(starts[request], starts[request + 1]):
-            count = np.int64(counts[query])
-            padded = (count + 15) // 16 * 16
-            for i in range(padded):
-                place = chosen[query, min(i, count - 1)]
-                page = place // np.int32(page_tokens)
-                row = np.int64(table[page]) * page_tokens + (place - page * page_tokens)
-                if rows.itemsize == 4:
-                    offsets[i] = row * width
-                    for line in range(0, width, 16):
-                        fetch(rows, row * width + line)
-                else:
-                    offsets[i] = i * width
-                    widen(rows, row, values, block, i * width, width)
-            for head in range(heads):
-                for k in range(width):
-                    turned[head // lanes, k, head % lanes] = queries[query, head, k] * scale
-            for group in range(groups):
-                right_at = group * width * lanes
-                if rows.itemsize == 4:
-                    _row_scores(rows, offsets, turned, right_at, lanes, padded, scores, places)
-                else:
-                    _row_scores(block, offsets, turned, right_at, lanes, padded, scores, places)
-                for head in range(group * lanes, min(heads, (group + 1) * lanes)):
-                    lane = head - group * lanes
-                    for i in range(count):
-                        shares[head, i] = scores[i * lanes + lane]
-                    inverse[head] = _soften(shares[head], count, padded, parts)
-            if rows.itemsize == 4:
-                _weigh(rows, offsets, count, shares, out, query)
+    block = np.empty(0 if direct else most * width, np.float32)
+    packed = np.arange(most) * width
+    request = 0
+    for following in range(count + 1):
+        if following < count:
+            while following >= starts[request + 1]:
+                request += 1
+            table = tables[table_starts[request] : table_starts[request + 1]]
+            _find(chosen[following], counts[following], table, page_tokens, width,
+                  offsets[following & 1])
+        query = following - 1
+        if query < 0:
+            continue
+        mine, ahead = offsets[query & 1], offsets[following & 1]
+        chosen_rows = np.int64(counts[query])
+        if not direct:
+            for i in range(chosen_rows):
+                widen(rows, mine[i], values, block, i * width, width)
+        for head in range(heads):
+            for k in range(width):
+                turned[head // lanes, k, head % lanes] = queries[query, head, k] * scale
+        for group in range(groups):
+            if direct:
+                _row_scores(rows, mine, ahead, turned, group, chosen_rows, scores, places)
             else:
-                _weigh(block, offsets, count, shares, out, query)
-            for head in range(heads):
-                for d in range(out.shape[2]):
-                    out[query, head, d] *= inverse[head]
-
-
-@compiled
-def _row_scores(rows, offsets, turned, right_at, lanes, count, out, places):  # type: ignore[no-untyped-def]
-    """out[i, lane] for one group of heads and every chosen row."""
-    width = turned.shape[1]
-    for i in range(0, count, 8):
-        if lanes == 4:
-            _scores_4(rows, offsets, turned, right_at, lanes, width, out, 0, places, i)
-        elif lanes == 8:
-            _scores_8(rows, offsets, turned, right_at, lanes, width, out, 0, places, i)
+                _row_scores(block, packed, packed, turned, group, chosen_rows, scores, places)
+            for head in range(group * lanes, min(heads, (group + 1) * lanes)):
+                for i in range(chosen_rows):
+                    shares[head, i] = scores[i * lanes + head - group * lanes]
+                inverse[head] = _soften(shares[head], chosen_rows, parts)
+        if direct:
+            _weigh(rows, mine, chosen_rows, shares, out, query)
         else:
-            _scores_16(rows, offsets, turned, right_at, lanes, width, out, 0, places, i)
+            _weigh(block, packed, chosen_rows, shares, out, query)
+        for head in range(heads):
+            for d in range(out.shape[2]):
+                out[query, head, d] *= inverse[head]
 
 
 @compiled
-def _soften(shares, count, padded, parts):  # type: ignore[no-untyped-def]
+def _find(chosen, count, table, page_tokens, width, offsets):  # type: ignore[no-untyped-def]
+    """Where each chosen row begins; the last one's place repeats up to whole tiles."""
+    for i in range((np.int64(count) + 15) // 16 * 16):
+        place = chosen[min(i, np.int64(count) - 1)]
+        page = place // np.int32(page_tokens)
+        row = np.int64(table[page]) * page_tokens + (place - page * page_tokens)
+        offsets[i] = row * width
+
+
+@compiled
+def _row_scores(rows, mine, ahead, turned, group, count, out, places):  # type: ignore[no-untyped-def]
+    """out[i, lane] for one group of heads and every chosen row. Asks for the next query's rows."""
+    width, lanes = turned.shape[1:]
+    right_at = group * width * lanes
+    for i in range(0, count, 8):
+        if group == 0:
+            for row in range(i, i + 8):
+                for line in range(0, width, 16):
+                    fetch(rows, ahead[row] + line)
+        if lanes == 4:
+            _scores_4(rows, mine, turned, right_at, lanes, width, out, 0, places, i)
+        elif lanes == 8:
+            _scores_8(rows, mine, turned, right_at, lanes, width, out, 0, places, i)
+        else:
+            _scores_16(rows, mine, turned, right_at, lanes, width, out, 0, places, i)
+
+
+@compiled
+def _soften(shares, count, parts):  # type: ignore[no-untyped-def]
     """Scores become exponentials above the highest; return 1 / their sum. In 16 fixed lanes."""
     lowest = np.float32(-np.inf)
+    padded = (count + 15) // 16 * 16
     for i in range(count, padded):
         shares[i] = lowest
     for lane in range(16):
@@ -195,7 +210,7 @@ def _weigh(rows, offsets, count, shares, out, query):  # type: ignore[no-untyped
                     _values_1x1(shares, left, stride, rows, d, offsets, count, out, at, latent)
                 d += 16
         for one in range(head, head + (4 if four else 1)):
-            _weigh_rest(rows.reshape(-1), offsets, count, shares[one], d, out[query, one])
+            _weigh_rest(rows, offsets, count, shares[one], d, out[query, one])
         head += 4 if four else 1
 
 
