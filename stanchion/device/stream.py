@@ -15,8 +15,6 @@ door.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -47,7 +45,7 @@ class Access:
     mark: Mark
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Opened:
     stream: Stream
     pages: Pages
@@ -68,6 +66,8 @@ class Guarded(Generic[T]):
 class View(Generic[T]):
     """What a door hands out: the value, until the door closes."""
 
+    __slots__ = ("_held", "_name")
+
     def __init__(self, name: str, value: T) -> None:
         self._name = name
         self._held: T | None = value
@@ -82,42 +82,54 @@ class View(Generic[T]):
         self._held = None
 
 
+class Passage(Generic[T]):
+    """A door, open from `with` to its end. Steady decoding opens dozens a flight: keep it light."""
+
+    __slots__ = ("_opened", "_value", "_view")
+
+    def __init__(self, value: Guarded[T], opened: Opened) -> None:
+        self._value = value
+        self._opened = opened
+        self._view = View(value.name, value._value)
+
+    def __enter__(self) -> View[T]:
+        value, opened = self._value, self._opened
+        for other in value._open:
+            if (opened.writes or other.writes) and _overlap(opened.pages, other.pages):
+                raise Bug(f"a door of {value.name} was opened inside a conflicting one")
+        opened.stream.follow(value._writes, opened.pages)
+        if opened.writes:
+            opened.stream.follow(value._reads, opened.pages)
+        value._open.append(opened)
+        return self._view
+
+    def __exit__(self, *_: object) -> None:
+        value, opened = self._value, self._opened
+        self._view.close()
+        value._open.remove(opened)
+        accesses = value._writes if opened.writes else value._reads
+        if accesses:
+            accesses[:] = [one for one in accesses if not one.stream.queue.passed(one.mark)]
+        queue = opened.stream.queue
+        mark = queue.mark()
+        if not queue.passed(mark):
+            accesses.append(Access(opened.stream, opened.pages, mark))
+
+
 @dataclass(eq=False)
 class Stream:
     name: str
     queue: Queue
     _followed: dict[str, Mark] = field(default_factory=dict)
 
-    @contextmanager
-    def reading(self, value: Guarded[T], pages: Pages) -> Iterator[View[T]]:
-        self._follow(value._writes, pages)
-        yield from self._pass(value, pages, writes=False)
+    def reading(self, value: Guarded[T], pages: Pages) -> Passage[T]:
+        return Passage(value, Opened(self, pages, writes=False))
 
-    @contextmanager
-    def writing(self, value: Guarded[T], pages: Pages) -> Iterator[View[T]]:
-        self._follow(value._writes, pages)
-        self._follow(value._reads, pages)
-        yield from self._pass(value, pages, writes=True)
+    def writing(self, value: Guarded[T], pages: Pages) -> Passage[T]:
+        return Passage(value, Opened(self, pages, writes=True))
 
-    def _pass(self, value: Guarded[T], pages: Pages, writes: bool) -> Iterator[View[T]]:
-        opened = Opened(self, pages, writes)
-        for other in value._open:
-            if (writes or other.writes) and _overlap(pages, other.pages):
-                raise Bug(f"a door of {value.name} was opened inside a conflicting one")
-        value._open.append(opened)
-        view = View(value.name, value._value)
-        try:
-            yield view
-        finally:
-            view.close()
-            value._open.remove(opened)
-            accesses = value._writes if writes else value._reads
-            accesses[:] = [one for one in accesses if not one.stream.queue.passed(one.mark)]
-            mark = self.queue.mark()
-            if not self.queue.passed(mark):
-                accesses.append(Access(self, pages, mark))
-
-    def _follow(self, accesses: list[Access], pages: Pages) -> None:
+    def follow(self, accesses: list[Access], pages: Pages) -> None:
+        """Wait, on this stream, for what other streams still do to any of these pages."""
         for one in accesses:
             if one.stream is self or self._followed.get(one.stream.name, -1) >= one.mark:
                 continue

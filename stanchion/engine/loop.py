@@ -241,7 +241,7 @@ class Engine:
         certain = kept if piece.decodes else piece.count
         request.computed = piece.first + certain
         request.redo = False
-        if piece.decodes and "watermark_not_lowered" not in self.failpoints:
+        if piece.count > certain and "watermark_not_lowered" not in self.failpoints:
             page_tokens = self.ready.page_tokens
             first = request.computed // page_tokens
             last = (piece.first + piece.count - 1) // page_tokens

@@ -11,9 +11,11 @@ The runner decides nothing about requests: it returns what it found, and the loo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,12 +77,32 @@ class Marking:
     def reading(self, layer: int, door: Door) -> AbstractContextManager[View[Rows]]:
         return self._leased.reading(layer, door)
 
-    @contextmanager
-    def writing(self, layer: int, door: Door) -> Iterator[View[Rows]]:
-        with self._leased.writing(layer, door) as view:
-            yield view
-        if door == "attend":  # a layer's index rows are written before its latents
-            self._ready.raise_to(layer, self._written.pages, self._written.rows)
+    def writing(self, layer: int, door: Door) -> AbstractContextManager[View[Rows]]:
+        entered = self._leased.writing(layer, door)
+        if door == "index":  # a layer's index rows are written before its latents
+            return entered
+        return Raising(entered, partial(self._raise, layer))
+
+    def _raise(self, layer: int) -> None:
+        self._ready.raise_to(layer, self._written.pages, self._written.rows)
+
+
+class Raising:
+    """A door after which a layer's rows are ready, unless what was inside it failed."""
+
+    __slots__ = ("_door", "_then")
+
+    def __init__(self, door: AbstractContextManager[View[Rows]], then: Callable[[], None]) -> None:
+        self._door = door
+        self._then = then
+
+    def __enter__(self) -> View[Rows]:
+        return self._door.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        self._door.__exit__(kind, *rest)
+        if kind is None:
+            self._then()
 
 
 class Runner:

@@ -256,9 +256,12 @@ def _draw(probabilities: Tensor, points: Doubles) -> list[int]:
     sums = probabilities.cumsum(1, dtype=torch.float64)
     aims = torch.from_numpy(points)[:, None] * sums[:, -1:]
     tokens = torch.searchsorted(sums, aims, right=True)
-    # Rounding at the very end may point past the last token that has a chance.
-    last = (probabilities > 0.0).int().cumsum(1).argmax(1, keepdim=True)
-    drawn: list[int] = torch.minimum(tokens, last)[:, 0].tolist()
+    tokens.clamp_(max=probabilities.shape[1] - 1)
+    drawn: list[int] = tokens[:, 0].tolist()
+    chances: list[float] = probabilities.gather(1, tokens)[:, 0].tolist()
+    for row, chance in enumerate(chances):
+        if not chance > 0.0:  # rounding at the very end points past the last that has a chance
+            drawn[row] = int(probabilities[row].nonzero()[-1, 0])
     return drawn
 
 

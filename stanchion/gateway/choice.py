@@ -81,8 +81,6 @@ class ChoiceFold:
         text: list[str] = []
         scored: list[Scored] = []
         for place, token in enumerate(tokens):
-            if self.over():
-                break
             text.append(self._decide(follows=True))
             if self.over():
                 break

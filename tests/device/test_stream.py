@@ -109,7 +109,7 @@ def test_without_the_doors_a_load_overtakes_a_reader() -> None:
 def test_a_door_that_forgets_a_mark_is_caught(
     forgotten: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = Stream._follow
+    right = Stream.follow
 
     def follow(self: Stream, accesses: list[object], pages: Pages) -> None:
         if accesses is not getattr(guard[0], forgotten):
@@ -123,7 +123,7 @@ def test_a_door_that_forgets_a_mark_is_caught(
         guard[:] = [self]
 
     monkeypatch.setattr(Guarded, "__init__", remember)
-    monkeypatch.setattr(Stream, "_follow", follow)
+    monkeypatch.setattr(Stream, "follow", follow)
     wrong = any(
         saw != should
         for program in itertools.product(OPS, repeat=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from typing import get_args, get_type_hints
@@ -15,7 +16,8 @@ from stanchion.core.messages import Start
 from stanchion.core.request import Sampling
 from stanchion.gateway.body import ChatBody, CompletionBody, Shared
 
-from .worker import FakeWorker, end, say
+from .conftest import Gateway
+from .worker import WAIT_S, FakeWorker, end, say
 
 WRONG_NUMBERS = {
     "n": (0, 65, 5_000_000),
@@ -201,6 +203,16 @@ def test_a_body_over_its_bound_is_413_without_being_held(client: httpx.Client, d
     reply = client.post("/v1/completions", content=parts, headers=headers)
     assert (reply.status_code, reply.json()["error"]["code"]) == (413, "request_too_large")
     assert client.get("/health").status_code == 200
+
+
+def test_a_client_that_sends_all_before_it_reads_still_gets_the_answer(gateway: Gateway):
+    """Closing at once on a client that still sends would reset the answer away."""
+    url = httpx.URL(gateway.url)
+    size = 64 * 2**20
+    with socket.create_connection((url.host, url.port), timeout=WAIT_S) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {size}\r\n\r\n"
+        connection.sendall(head.encode() + b"x" * size)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 413")
 
 
 def test_prompt_and_answer_beyond_the_model_are_refused_with_the_true_bound(client: httpx.Client):

@@ -86,9 +86,9 @@ def select(
     held = max(1, min(QUERIES, SCORES // context.longest, context.widest))
     _select(
         mixed, query_start, heads, lanes, weights, weight_start, scale, angles, plain_bits(keys),
-        NO_VALUES if scales is None else scales.view(-1).numpy(), byte_values(keys), width, context.positions,
-        context.starts, context.tables, context.table_starts, context.page_tokens, top, held,
-        positions, counts,
+        NO_VALUES if scales is None else scales.view(-1).numpy(), byte_values(keys), width,
+        context.positions, context.starts, context.tables, context.table_starts,
+        context.page_tokens, top, held, positions, counts,
     )
     return Selection(positions, counts)
 
@@ -254,7 +254,7 @@ def _score(  # type: ignore[no-untyped-def]
                     soon = False
                 else:
                     _score_run(block, packed, 0, count, turned, right_at, width, weighing,
-                               weight_at, scores, out_at, group == 0, lanes, False)
+                               weight_at, scores, out_at, group == 0, lanes, soon)
 
 
 @compiled
