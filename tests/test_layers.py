@@ -100,7 +100,9 @@ def test_every_room_is_listed() -> None:
 def test_the_layers_have_no_circle() -> None:
     order: list[str] = []
     while len(order) < len(MAY_IMPORT):
-        free = [room for room, below in MAY_IMPORT.items() if room not in order and below <= {*order}]
+        free = [
+            room for room, below in MAY_IMPORT.items() if room not in order and below <= {*order}
+        ]
         assert free, "a circle"
         order += free
 

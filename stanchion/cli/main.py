@@ -50,15 +50,18 @@ def parser() -> argparse.ArgumentParser:
         description="Serves GLM-5-family models and keeps their output right under load.",
     )
     commands = top.add_subparsers(required=True, metavar="COMMAND")
-    _serve(commands.add_parser("serve", help="serve a model over HTTP", description=SERVE, **RAW))
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP",
+        description=SERVE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _serve(serve)
     _chat(commands.add_parser("chat", help="talk to a server in the terminal"))
     _bench(commands.add_parser("bench", help="measure, side by side with what it replaces"))
     settings = commands.add_parser("settings", help="list every setting, its default and meaning")
     settings.set_defaults(run=_run_settings)
     return top
-
-
-RAW = {"formatter_class": argparse.RawDescriptionHelpFormatter}
 
 
 def _serve(command: argparse.ArgumentParser) -> None:

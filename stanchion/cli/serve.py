@@ -102,6 +102,7 @@ def _welcome(url: str, config: Config, began: float) -> None:
     print(f"\nstanchion serves {name} at {url} (ready in {time.monotonic() - began:.1f} s)\n")
     print(f"  curl {url}/v1/chat/completions -H 'content-type: application/json' \\")
     print(
-        f"""    -d '{{"model": "{name}", "messages": [{{"role": "user", "content": "def main("}}]}}'"""
+        f"""    -d '{{"model": "{name}", """
+        """"messages": [{"role": "user", "content": "def main("}]}'"""
     )
     print(f"\n  stanchion chat --url {url}\n", flush=True)

@@ -1,6 +1,6 @@
 """Speculative-decoding acceptance, as SGLang defines it, from a request's running counters.
 
-* `spec_accept_length` = tokens generated in verify steps / verify steps: 1 to k + 1, bonus included.
+* `spec_accept_length` = tokens generated in verify steps / verify steps: 1 to k + 1 with the bonus.
 * `spec_accept_rate`   = accepted drafts / proposed drafts: 0 to 1.
 * `spec_accept_prefix` = accepted drafts / verify steps: 0 to k.
 

@@ -19,7 +19,7 @@ PAGES_MAX = 2**20
 
 
 def pages_that_fit(schema: Schema, memory_gib: float) -> int:
-    """Pages of this schema in so much memory, the null page included. Raise ConfigError for none."""
+    """Pages of this schema in so much memory, with the null page. Raise ConfigError for none."""
     pages = min(int(memory_gib * 2**30) // schema.page_bytes, PAGES_MAX)
     if pages < 2:
         least = 2 * schema.page_bytes / 2**30
@@ -38,7 +38,10 @@ def assemble(
     record_drafts: bool = False,
     context_max: int = 0,
 ) -> Engine:
-    """`pages` counts the null page; `context_max` 0 means the model's own. Raise ConfigError for a failpoint that does not exist."""
+    """`pages` counts the null page; `context_max` 0 means the model's own.
+
+    Raise ConfigError for a failpoint that does not exist.
+    """
     if unknown := sorted(failpoints - FAILPOINTS.keys()):
         raise ConfigError(f"no failpoint {unknown[0]}; there are: {', '.join(sorted(FAILPOINTS))}")
     schema = model.schema
@@ -47,11 +50,12 @@ def assemble(
     stream = Stream("compute", InlineQueue())
     runner = Runner(model, Store(schema, pages), stream, pool, ready)
     served = Served(
-        name, revision, schema.digest(), model.vocabulary,
+        name,
+        revision,
+        schema.digest(),
+        model.vocabulary,
         min(context_max or model.context_max, model.context_max),
         eos_ids,
     )
     tree = PrefixTree(pool, schema.page_tokens)
-    return Engine(
-        served, limits, pool, tree, ready, runner.launch, failpoints, record_drafts
-    )
+    return Engine(served, limits, pool, tree, ready, runner.launch, failpoints, record_drafts)

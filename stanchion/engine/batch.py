@@ -36,7 +36,9 @@ class Tables:
         np.cumsum([len(table) for table in tables], out=starts[1:])
         return Tables(np.concatenate(tables), starts, page_tokens)
 
-    def ragged(self, tokens: Ints, firsts: Ints, counts: Ints, redone: Ints | None = None) -> Ragged:
+    def ragged(
+        self, tokens: Ints, firsts: Ints, counts: Ints, redone: Ints | None = None
+    ) -> Ragged:
         """Request r's queries are firsts[r], ... (counts[r] of them); the `redone` first of them
         write to the null page, since their rows are in place and may be shared."""
         starts = np.zeros(len(counts) + 1, np.int64)

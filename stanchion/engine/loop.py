@@ -356,9 +356,7 @@ class Engine:
                 fresh = self.pool.grow(request.pins[-1], missing)
                 self.ready.reset(fresh)
                 request.pages = np.concatenate([request.pages, fresh])
-                request.generations = np.append(
-                    request.generations, self.pool.generations[fresh]
-                )
+                request.generations = np.append(request.generations, self.pool.generations[fresh])
                 return
             self._preempt(next(reversed(self.running.values())))
 

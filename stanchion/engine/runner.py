@@ -32,7 +32,7 @@ from stanchion.kv.pages import PagePool, Pin
 from stanchion.kv.ready import Ready
 from stanchion.kv.schema import Door
 from stanchion.kv.store import Leased, Rows, Store
-from stanchion.model.text import Model, Ragged
+from stanchion.model.text import Model
 
 SCORED_ROWS = 64  # prompt log-probabilities are made from this many rows of logits at a time
 
@@ -159,9 +159,7 @@ class _Flight:
     def _draft_further(self, lanes: list[Landed], states: dict[int, Ahead]) -> None:
         tables = self._tables(lanes)
         tokens = np.array([one.drafts[-1] for one in lanes], np.int64)
-        firsts = np.array(
-            [one.piece.request.computed + len(one.drafts) for one in lanes], np.int64
-        )
+        firsts = np.array([one.piece.request.computed + len(one.drafts) for one in lanes], np.int64)
         ones = np.ones(len(lanes), np.int64)
         hidden = torch.cat([states[id(one)].hidden for one in lanes])
         batch = tables.ragged(tokens, firsts, ones)
@@ -205,7 +203,9 @@ class _Flight:
         starts = np.cumsum(sizes) - sizes
         fit = [bool(finite[low : low + size].all()) for low, size in zip(starts, sizes)]
         if not all(fit):
-            kept = [torch.arange(low, low + size) for low, size, ok in zip(starts, sizes, fit) if ok]
+            kept = [
+                torch.arange(low, low + size) for low, size, ok in zip(starts, sizes, fit) if ok
+            ]
             for one, ok in zip(lanes, fit):
                 if not ok:
                     one.suspect = "a row of logits is not finite"
@@ -247,7 +247,7 @@ class _Flight:
         return scores
 
     def extend(self, hidden: Tensor) -> None:
-        """Draft slot p takes token p and the target hidden of p - 1: catch up to what is certain."""
+        """Draft slot p takes token p and the target hidden of p - 1, for all that is certain."""
         lanes, tokens, firsts, counts, before = [], [], [], [], []
         first = 0
         for one in self.landed:
@@ -298,9 +298,7 @@ class _Flight:
         return Tables.of([one.piece.request.pages for one in lanes], page_tokens)
 
     def _lease(self, tables: Tables, written: Pages) -> Leased:
-        return Leased(
-            self._runner._store, self._runner._stream, self._pins, tables.pages, written
-        )
+        return Leased(self._runner._store, self._runner._stream, self._pins, tables.pages, written)
 
     def _mark(self, tables: Tables, firsts: Ints, counts: Ints) -> Marking:
         written = tables.written(firsts, counts)

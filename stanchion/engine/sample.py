@@ -85,8 +85,7 @@ def uniforms(seeds: Sequence[int], stream: Uniform, places: Sequence[int]) -> Do
     seed = np.array([one & _MASK for one in seeds], np.uint64)
     words = _spread(_spread(seed) ^ np.uint64(_STREAMS[stream] << 56))
     words = _spread(words + np.array(places, np.uint64))
-    doubles: Doubles = (words >> np.uint64(11)) * 2.0**-53
-    return doubles
+    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _spread(words: Words) -> Words:
@@ -185,9 +184,7 @@ def _points(stream: Uniform, asks: Sequence[Ask]) -> Doubles:
     return uniforms([ask.seed for ask in asks], stream, [ask.place for ask in asks])
 
 
-def _chosen(
-    logits: Tensor, windows: Sequence[Window], ends: list[tuple[int, int]]
-) -> list[Chosen]:
+def _chosen(logits: Tensor, windows: Sequence[Window], ends: list[tuple[int, int]]) -> list[Chosen]:
     tokens = [[*one.drafts[:accepted], last] for one, (accepted, last) in zip(windows, ends)]
     rows, first = [], 0
     for window, own in zip(windows, tokens):

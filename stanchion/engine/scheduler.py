@@ -73,7 +73,7 @@ def to_compute(request: Request) -> int:
 
 
 def _shares(requests: Sequence[Request], budget: int) -> list[int]:
-    """Split the budget equally, smallest needs first, so that nothing is left while one wants it."""
+    """Split the budget equally, smallest needs first: nothing is left over while one wants it."""
     shares = [0] * len(requests)
     order = sorted(range(len(requests)), key=lambda at: to_compute(requests[at]))
     for place, at in enumerate(order):

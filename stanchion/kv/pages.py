@@ -68,9 +68,7 @@ class PagePool:
         return Pin(self, grip, holder)
 
     def holders(self, page: Page) -> list[str]:
-        return sorted(
-            pin.holder for grip in self._grips if page in grip.pages for pin in grip.pins
-        )
+        return sorted(pin.holder for grip in self._grips if page in grip.pages for pin in grip.pins)
 
     def counts(self, pages: Pages) -> NDArray[np.int32]:
         """How many grips there are on each page."""

@@ -45,7 +45,9 @@ class Schema:
     def __post_init__(self) -> None:
         names = [(one.layer, one.name) for one in self.buffers]
         assert len(names) == len(set(names)), "two buffers of a layer share a name"
-        assert {one.layer for one in self.buffers} == set(range(self.layers)), "a layer owns nothing"
+        assert {one.layer for one in self.buffers} == set(range(self.layers)), (
+            "a layer owns nothing"
+        )
 
     @property
     def target_layers(self) -> int:

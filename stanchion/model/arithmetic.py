@@ -21,7 +21,11 @@ from stanchion.device.kernels.linear import Floats, linear, linear_heads, pack, 
 
 class Product(Protocol):
     def __call__(
-        self, x: Floats, start: int = 0, gain: Floats | None = None, epsilon: float = 0.0,
+        self,
+        x: Floats,
+        start: int = 0,
+        gain: Floats | None = None,
+        epsilon: float = 0.0,
         add: Floats | None = None,
     ) -> Floats:
         """add + norm(x[:, start:]) @ weight.T, as kernels/linear.py has it."""
@@ -61,7 +65,10 @@ class Float32:
         packed = pack(torch.cat([part.float() for part in parts]))
 
         def run(
-            x: Floats, start: int = 0, gain: Floats | None = None, epsilon: float = 0.0,
+            x: Floats,
+            start: int = 0,
+            gain: Floats | None = None,
+            epsilon: float = 0.0,
             add: Floats | None = None,
         ) -> Floats:
             return linear(x, packed, start, gain, epsilon, add)
@@ -82,8 +89,12 @@ class Float32:
     ) -> FeedForward:
         always = len(gate_up) - len(bias)
         packed = Experts(
-            pack(router.float()), bias.float().contiguous().numpy(), pack(gate_up.float()),
-            pack(down.float()), routing, always,
+            pack(router.float()),
+            bias.float().contiguous().numpy(),
+            pack(gate_up.float()),
+            pack(down.float()),
+            routing,
+            always,
         )
 
         def run(hidden: Floats, gain: Floats, epsilon: float) -> Floats:
@@ -98,7 +109,10 @@ class BFloat16:
         kept = [part.contiguous() for part in parts]
 
         def run(
-            x: Floats, start: int = 0, gain: Floats | None = None, epsilon: float = 0.0,
+            x: Floats,
+            start: int = 0,
+            gain: Floats | None = None,
+            epsilon: float = 0.0,
             add: Floats | None = None,
         ) -> Floats:
             rows = np.ascontiguousarray(x[:, start : start + inputs])

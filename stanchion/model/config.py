@@ -226,8 +226,8 @@ def _check(config: GlmConfig) -> None:
         (config.n_routed_experts % config.n_group != 0, "n_routed_experts % n_group != 0"),
         (config.topk_group > config.n_group, "topk_group > n_group"),
         (
-            config.num_experts_per_tok > config.n_routed_experts // config.n_group
-            * config.topk_group,
+            config.num_experts_per_tok
+            > config.n_routed_experts // config.n_group * config.topk_group,
             "num_experts_per_tok is more than the experts that may be chosen",
         ),
         (config.num_nextn_predict_layers > 1, "more than one draft layer is not supported"),

@@ -198,8 +198,15 @@ class Glm5:
                 _keep_index(view.rows, step.rows, keys)
         with step.cache.reading(layer.number, "index") as view:
             return select(
-                queries, queries_at, config.index_n_heads, mixed, weights_at, step.angles,
-                view.rows["index_key"], view.rows.get("index_scale"), step.context,
+                queries,
+                queries_at,
+                config.index_n_heads,
+                mixed,
+                weights_at,
+                step.angles,
+                view.rows["index_key"],
+                view.rows.get("index_scale"),
+                step.context,
                 config.index_topk,
             )
 

@@ -38,7 +38,10 @@ Ints = NDArray[np.int64]
 def schema(page_tokens: int, draft: bool) -> Schema:
     def buffers(layer: int) -> list[Buffer]:
         attend: Door = "attend"
-        own = [Buffer("latent", layer, attend, "int64", 1), Buffer("rope", layer, attend, "int64", 1)]
+        own = [
+            Buffer("latent", layer, attend, "int64", 1),
+            Buffer("rope", layer, attend, "int64", 1),
+        ]
         if layer == SHARED_LAYER:
             return own
         return [Buffer("index_key", layer, "index", "int64", 1), *own]
@@ -118,12 +121,11 @@ class HashModel:
             _write(view.rows["index_key"].numpy(), hashes, batch, layer, _INDEX)
         with cache.reading(layer, "index") as view:
             keys = view.rows["index_key"].numpy().view(np.uint64)
-            return Selection(
-                *_index(
-                    keys[:, 0], hashes, batch.positions, batch.starts, batch.tables,
-                    batch.table_starts, cache.page_tokens, self.top_k,
-                )  # fmt: skip
-            )
+            found = _index(
+                keys[:, 0], hashes, batch.positions, batch.starts, batch.tables,
+                batch.table_starts, cache.page_tokens, self.top_k,
+            )  # fmt: skip
+            return Selection(*found)
 
 
 def _hidden(hashes: Words, tokens: Ints) -> Tensor:
@@ -134,7 +136,7 @@ def _write(column: Ints, hashes: Words, batch: Ragged, layer: int, tag: int) -> 
     _fill(column, hashes, batch.positions, batch.rows, np.uint64(layer * 16 + tag))
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True, cache=True)
 def _mix(word: np.uint64) -> np.uint64:
     """splitmix64's finaliser: a bijection on 64 bits; every input bit moves every output bit."""
     word = word + np.uint64(0x9E3779B97F4A7C15)
@@ -143,7 +145,7 @@ def _mix(word: np.uint64) -> np.uint64:
     return word ^ (word >> np.uint64(31))
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True, cache=True)
 def _embed(tokens: Ints, weights: np.uint64) -> Words:
     out = np.empty(len(tokens), np.uint64)
     for at in range(len(tokens)):
@@ -151,7 +153,7 @@ def _embed(tokens: Ints, weights: np.uint64) -> Words:
     return out
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True, cache=True)
 def _join(first: Words, second: Words) -> Words:
     out = np.empty(len(first), np.uint64)
     for at in range(len(first)):
@@ -159,20 +161,20 @@ def _join(first: Words, second: Words) -> Words:
     return out
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True, cache=True)
 def _fill(column: Ints, hashes: Words, positions: Ints, rows: Ints, salt: np.uint64) -> None:
     for at in range(len(rows)):
         word = _mix(_mix(hashes[at] + salt) ^ _mix(np.uint64(positions[at])))
         column[rows[at], 0] = np.int64(word)
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True, cache=True)
 def _row(tables: NDArray[np.int32], first: int, position: int, page_tokens: int) -> int:
     page = np.int64(tables[first + position // page_tokens])
     return int(page * page_tokens + position % page_tokens)
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True, cache=True)
 def _index(
     keys: Words, hashes: Words, positions: Ints, starts: Ints, tables: NDArray[np.int32],
     table_starts: Ints, page_tokens: int, top_k: int,
@@ -195,13 +197,11 @@ def _index(
             counts[query] = context
             if top_k and context > top_k:
                 counts[query] = top_k
-                _choose(
-                    keys, hashes[query], tables, first, context, page_tokens, chosen[query]
-                )
+                _choose(keys, hashes[query], tables, first, context, page_tokens, chosen[query])
     return counts, chosen, digest
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True, cache=True)
 def _choose(
     keys: Words, query: np.uint64, tables: NDArray[np.int32], first: int, context: int,
     page_tokens: int, chosen: Ints,
@@ -223,7 +223,7 @@ def _choose(
             at += 1
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True, cache=True)
 def _attend(
     latent: Words, rope: Words, positions: Ints, starts: Ints, tables: NDArray[np.int32],
     table_starts: Ints, page_tokens: int, counts: Ints, chosen: Ints,
@@ -249,7 +249,7 @@ def _attend(
     return read
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True, cache=True)
 def _logits(hidden: Ints, vocabulary: int, likely: int) -> NDArray[np.float32]:
     """Noise for every token, a boost for a few followers of the last one; which, the hash says."""
     out = np.empty((len(hidden), vocabulary), np.float32)
@@ -257,7 +257,9 @@ def _logits(hidden: Ints, vocabulary: int, likely: int) -> NDArray[np.float32]:
         word = _mix(np.uint64(hidden[row, 0]))
         token = hidden[row, 1]
         for other in range(vocabulary):
-            noise = np.float32(_mix(word + np.uint64(other)) >> np.uint64(40)) * np.float32(2.0**-24)
+            noise = np.float32(_mix(word + np.uint64(other)) >> np.uint64(40)) * np.float32(
+                2.0**-24
+            )
             plain = 32 <= other < 127
             out[row, other] = noise if plain else noise - np.float32(30.0)
         turn = np.int64(word & np.uint64(15))

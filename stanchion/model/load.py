@@ -32,7 +32,9 @@ def load_glm(
     draft = draft and config.num_nextn_predict_layers > 0
     wanted = compute_dtype(dtype)
     tensors = read_weights(folder, config, draft, progress)
-    model = Glm5(config, tensors, page_tokens, wanted, draft, deterministic, INDEX_KEYS[index_dtype])
+    model = Glm5(
+        config, tensors, page_tokens, wanted, draft, deterministic, INDEX_KEYS[index_dtype]
+    )
     return model, folder.name, revision(folder), end_tokens(folder)
 
 

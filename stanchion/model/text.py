@@ -58,7 +58,7 @@ class Model(Protocol):
     hidden_width: int
 
     def forward(self, batch: Ragged, cache: Cache) -> Tensor:
-        """Run the target layers; return the final hidden (queries, hidden_width), after the norm."""
+        """Run the target layers; return the hidden after the final norm, (queries, hidden_width)."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class Model(Protocol):
         ...
 
     def draft(self, batch: Ragged, hidden: Tensor, cache: Cache) -> Tensor:
-        """Run the draft layer over (token p, hidden of p - 1); return its hidden, after its norm."""
+        """Run the draft layer over (token p, hidden of p - 1); return its hidden after its norm."""
         ...
 
     def draft_logits(self, hidden: Tensor) -> Tensor: ...

@@ -130,7 +130,8 @@ def _layer(config: GlmConfig, layer: int) -> dict[str, Shape]:
         "self_attn.kv_a_proj_with_mqa.weight": (latent + config.qk_rope_head_dim, hidden),
         "self_attn.kv_a_layernorm.weight": (latent,),
         "self_attn.kv_b_proj.weight": (
-            heads * (config.qk_nope_head_dim + config.v_head_dim), latent,
+            heads * (config.qk_nope_head_dim + config.v_head_dim),
+            latent,
         ),
         "self_attn.o_proj.weight": (hidden, heads * config.v_head_dim),
     }
@@ -182,8 +183,9 @@ def _files(directory: Path) -> dict[str, Path]:
         held = set(_names(path))
         promised = {name for name, file in files.items() if file == path}
         if held != promised:
-            raise WeightsError(f"{path}: does not hold what its index says: "
-                               f"{_listed(sorted(held ^ promised))}")
+            raise WeightsError(
+                f"{path}: does not hold what its index says: {_listed(sorted(held ^ promised))}"
+            )
     return files
 
 

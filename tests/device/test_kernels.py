@@ -131,9 +131,7 @@ def make_context(
     pages = random.permutation(sum(sizes) + 3)[: sum(sizes)].astype(np.int32)
     positions = [np.arange(before, before + count) for before, count in lengths]
     starts = np.cumsum([0] + [count for _, count in lengths])
-    context = Context(
-        np.concatenate(positions), starts, pages, np.cumsum([0, *sizes]), page_tokens
-    )
+    context = Context(np.concatenate(positions), starts, pages, np.cumsum([0, *sizes]), page_tokens)
     return context, (sum(sizes) + 3) * page_tokens
 
 
@@ -155,8 +153,12 @@ def narrow(keys: Tensor, dtype: str) -> tuple[Tensor, Tensor | None]:
 
 @few
 @given(
-    seeds, requests, st.sampled_from([1, 3, 16]), st.sampled_from([1, 3, 8, 13, 16, 32, 40]),
-    st.integers(1, 40), st.sampled_from(["float32", "bfloat16", "fp8"]),
+    seeds,
+    requests,
+    st.sampled_from([1, 3, 16]),
+    st.sampled_from([1, 3, 8, 13, 16, 32, 40]),
+    st.integers(1, 40),
+    st.sampled_from(["float32", "bfloat16", "fp8"]),
 )
 def test_selection(
     seed: int, lengths: list[tuple[int, int]], page_tokens: int, heads: int, top: int, dtype: str
@@ -211,8 +213,16 @@ def test_a_damaged_score_selects_nothing_and_attention_over_nothing_is_nan() -> 
     row = context.tables[2] * 4 + 1  # position 9 of the first request
     keys[row] = torch.nan
     found = select(
-        noise(2, 2, 16).numpy(), 0, 2, noise(3, 2, 2).numpy(), 0, noise(4, 2, 4).numpy(), keys,
-        None, context, 10,
+        noise(2, 2, 16).numpy(),
+        0,
+        2,
+        noise(3, 2, 2).numpy(),
+        0,
+        noise(4, 2, 4).numpy(),
+        keys,
+        None,
+        context,
+        10,
     )
     assert found.counts.tolist() == [0, 10]
     out = sparse_attention(noise(5, 2, 3, 12).numpy(), noise(6, rows, 12), context, found, 8, 0.3)
@@ -221,12 +231,21 @@ def test_a_damaged_score_selects_nothing_and_attention_over_nothing_is_nan() -> 
 
 @few
 @given(
-    seeds, requests, st.sampled_from([1, 3, 16]), st.integers(1, 21),
-    st.sampled_from([1, 8, 16, 23, 64, 100]), st.integers(1, 40),
+    seeds,
+    requests,
+    st.sampled_from([1, 3, 16]),
+    st.integers(1, 21),
+    st.sampled_from([1, 8, 16, 23, 64, 100]),
+    st.integers(1, 40),
     st.sampled_from(["float32", "bfloat16"]),
 )
 def test_sparse_attention(
-    seed: int, lengths: list[tuple[int, int]], page_tokens: int, heads: int, latent: int, top: int,
+    seed: int,
+    lengths: list[tuple[int, int]],
+    page_tokens: int,
+    heads: int,
+    latent: int,
+    top: int,
     dtype: str,
 ) -> None:
     context, rows = make_context(seed, lengths, page_tokens)
@@ -255,8 +274,12 @@ def test_attention_survives_scores_far_apart() -> None:
 
 @few
 @given(
-    seeds, st.integers(1, 12), st.sampled_from([(4, 1, 1), (8, 4, 2), (6, 1, 1), (12, 3, 2)]),
-    st.integers(1, 4), st.integers(0, 2), st.booleans(),
+    seeds,
+    st.integers(1, 12),
+    st.sampled_from([(4, 1, 1), (8, 4, 2), (6, 1, 1), (12, 3, 2)]),
+    st.integers(1, 4),
+    st.integers(0, 2),
+    st.booleans(),
 )
 def test_experts(
     seed: int, rows: int, grouping: tuple[int, int, int], picked: int, always: int, even: bool

@@ -19,7 +19,6 @@ from stanchion.engine.scheduler import Limits
 from stanchion.model.hashed import END_TOKEN, HashModel
 from stanchion.sim.choices import Choices
 
-
 TURN_TOKENS_MAX = 200
 
 
@@ -126,7 +125,7 @@ def random_start(
 
 @dataclass
 class Storm:
-    """What a storm did: the answers, who was aborted in which state, and what the engine counted."""
+    """What a storm did: the answers, and who was aborted in which state."""
 
     starts: dict[str, Start] = field(default_factory=dict)
     heard: dict[str, Heard] = field(default_factory=dict)

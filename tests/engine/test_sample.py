@@ -134,7 +134,9 @@ def reused_uniform(monkeypatch: pytest.MonkeyPatch) -> None:
     """Acceptance reads the number that drew the draft."""
     right = uniforms
     monkeypatch.setattr(
-        sample, "uniforms", lambda s, stream, p: right(s, "draft" if stream == "accept" else stream, p)
+        sample,
+        "uniforms",
+        lambda s, stream, p: right(s, "draft" if stream == "accept" else stream, p),
     )
 
 
@@ -143,9 +145,7 @@ def recovery_from_p(monkeypatch: pytest.MonkeyPatch) -> None:
     right = sample._judge
 
     def judge(windows: list[Window], target: Tensor) -> list[tuple[int, int]]:
-        blank = [
-            Window(one.asks, one.drafts, one.drawn_from) for one in windows
-        ]
+        blank = [Window(one.asks, one.drafts, one.drawn_from) for one in windows]
         accepted = sample._passed(blank, target)
         sizes = np.array([len(one.asks) for one in windows])
         rest = target[torch.from_numpy(np.cumsum(sizes) - sizes + accepted)]
@@ -194,9 +194,7 @@ def test_greedy_accepts_exactly_what_the_target_would_say() -> None:
 
 def test_logprobs_are_raw() -> None:
     logits = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(1))
-    hot = Sampling(
-        max_tokens=9, temperature=0.3, top_k=1, presence_penalty=2.0, logprobs=2, seed=3
-    )
+    hot = Sampling(max_tokens=9, temperature=0.3, top_k=1, presence_penalty=2.0, logprobs=2, seed=3)
     (chosen,) = verify(logits, [Window((ask(hot, 3, (1,)),))])
     raw = torch.log_softmax(logits[0], 0)
     assert chosen.logprobs[0] == pytest.approx(float(raw[chosen.tokens[0]]), abs=1e-6)

@@ -153,8 +153,12 @@ class SmallEngine:
         whole = np.unique(np.array(tables, np.int32))
         cache = Leased(self.store, self.stream, [one.pin for one, _, _ in work], whole, whole)
         ragged = Ragged(
-            np.array(tokens), np.array(positions), np.array(rows), np.array(starts),
-            np.array(tables, np.int32), np.array(table_starts),
+            np.array(tokens),
+            np.array(positions),
+            np.array(rows),
+            np.array(starts),
+            np.array(tables, np.int32),
+            np.array(table_starts),
         )
         return ragged, cache
 

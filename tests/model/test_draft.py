@@ -45,8 +45,12 @@ def reference(pair: Any, tokens: list[int], hidden: Tensor) -> Tensor:
         joined = both @ given["eh_proj.weight"].T
         places = torch.arange(len(tokens))[None]
         mask = create_causal_mask(
-            config=config, inputs_embeds=joined, attention_mask=None, cache=None,
-            position_ids=places, allow_is_causal_skip=False,
+            config=config,
+            inputs_embeds=joined,
+            attention_mask=None,
+            cache=None,
+            position_ids=places,
+            allow_is_causal_skip=False,
         )
         angles = GlmMoeDsaRotaryEmbedding(config)(joined, places)
         out, _ = layer(joined, attention_mask=mask, position_ids=places, position_embeddings=angles)

@@ -17,14 +17,22 @@ SHAPES: dict[str, dict[str, Any]] = {
     "shared by pattern": {"index_topk_pattern": "FSSF"},
     "dense layers only": {"first_k_dense_replace": 4},
     "two shared experts, grouped": {
-        "n_shared_experts": 2, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
+        "n_shared_experts": 2,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
     },
     "five heads, weights not normalised": {
-        "num_attention_heads": 5, "num_key_value_heads": 5, "norm_topk_prob": False,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 5,
+        "norm_topk_prob": False,
     },
     "twenty index heads": {"index_n_heads": 20},
     "latents of several tiles": {
-        "kv_lora_rank": 88, "hidden_size": 72, "v_head_dim": 64, "num_attention_heads": 9,
+        "kv_lora_rank": 88,
+        "hidden_size": 72,
+        "v_head_dim": 64,
+        "num_attention_heads": 9,
         "num_key_value_heads": 9,
     },
 }

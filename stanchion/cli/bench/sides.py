@@ -68,9 +68,7 @@ class Ours:
         sampling = Sampling(
             max_tokens=output, temperature=temperature, ignore_eos=True, seed=len(prompt)
         )
-        return Start(
-            request=f"r{next(self._names)}", tokens=prompt, sampling=sampling, salt=salt
-        )
+        return Start(request=f"r{next(self._names)}", tokens=prompt, sampling=sampling, salt=salt)
 
     def first_token_s(self, start: Start) -> float:
         """Seconds from arrival to the first token; the request is run to its end after."""
@@ -127,14 +125,15 @@ class Theirs:
     def __post_init__(self) -> None:
         from transformers import GlmMoeDsaForCausalLM, logging
 
-        logging.set_verbosity_error()  # it lists the draft layer, which it drops
-        logging.disable_progress_bar()
+        logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # it lists the draft layer, which it drops
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
         fastest = 0.0
         for attention, experts in itertools.product(("eager", "sdpa"), ("eager", "grouped_mm")):
             model = GlmMoeDsaForCausalLM.from_pretrained(
                 self.folder, dtype=torch.float32, attn_implementation=attention
-            ).eval()
+            )
+            model.train(False)
             model.config._experts_implementation = experts
             model.model.config._experts_implementation = experts
             self.model = model

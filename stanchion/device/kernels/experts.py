@@ -54,9 +54,20 @@ def experts(hidden: Floats, gain: Floats, epsilon: float, all_of: Experts) -> Fl
     out: Floats = np.empty(hidden.shape, np.float32)
     how = all_of.routing
     _experts(
-        hidden, gain, np.float32(epsilon), all_of.router.panels, all_of.bias,
-        all_of.gate_up.panels, all_of.down.panels, how.chosen, how.groups, how.groups_kept,
-        how.normalised, np.float32(how.scaling), all_of.always, out,
+        hidden,
+        gain,
+        np.float32(epsilon),
+        all_of.router.panels,
+        all_of.bias,
+        all_of.gate_up.panels,
+        all_of.down.panels,
+        how.chosen,
+        how.groups,
+        how.groups_kept,
+        how.normalised,
+        np.float32(how.scaling),
+        all_of.always,
+        out,
     )
     return out
 
@@ -67,8 +78,17 @@ def route(logits: Floats, bias: Floats, how: Routing) -> tuple[NDArray[np.int64]
     weights: Floats = np.empty((len(logits), how.chosen), np.float32)
     spare: Floats = np.empty((2, max(1, logits.shape[1])), np.float32)
     for row in range(len(logits)):
-        _choose(logits[row], bias, how.groups, how.groups_kept, how.normalised,
-                np.float32(how.scaling), spare, chosen[row], weights[row])
+        _choose(
+            logits[row],
+            bias,
+            how.groups,
+            how.groups_kept,
+            how.normalised,
+            np.float32(how.scaling),
+            spare,
+            chosen[row],
+            weights[row],
+        )
     return chosen, weights
 
 
@@ -88,8 +108,15 @@ def route_plain(logits: Tensor, bias: Tensor, how: Routing) -> Tensor:
 
 
 def experts_plain(
-    hidden: Tensor, gain: Tensor, epsilon: float, router: Tensor, bias: Tensor,
-    gate_up: Tensor, down: Tensor, how: Routing, always: int,
+    hidden: Tensor,
+    gain: Tensor,
+    epsilon: float,
+    router: Tensor,
+    bias: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    how: Routing,
+    always: int,
 ) -> Tensor:
     """The reference of `experts`:
     gate_up (experts, 2 * inner, hidden), down (experts, hidden, inner)."""
@@ -166,8 +193,20 @@ def _keep_groups(choice, groups, groups_kept, size):  # type: ignore[no-untyped-
 
 @compiled
 def _experts(  # type: ignore[no-untyped-def]
-    hidden, gain, epsilon, router, bias, gate_up, down, chosen, groups, groups_kept, normalised,
-    scaling, always, out,
+    hidden,
+    gain,
+    epsilon,
+    router,
+    bias,
+    gate_up,
+    down,
+    chosen,
+    groups,
+    groups_kept,
+    normalised,
+    scaling,
+    always,
+    out,
 ):
     rows, width = hidden.shape
     inner = down.shape[2]
@@ -192,8 +231,17 @@ def _experts(  # type: ignore[no-untyped-def]
             multiply(normed, places * width, router, routed, logits.reshape(-1), places * routed)
         for row in range(count):
             if chosen:
-                _choose(logits[row], bias, groups, groups_kept, normalised, scaling, spare,
-                        picks[row, :chosen], weights[row, :chosen])
+                _choose(
+                    logits[row],
+                    bias,
+                    groups,
+                    groups_kept,
+                    normalised,
+                    scaling,
+                    spare,
+                    picks[row, :chosen],
+                    weights[row, :chosen],
+                )
             for i in range(always):
                 picks[row, chosen + i] = routed + i
         for expert in range(routed + always):

@@ -68,8 +68,16 @@ class Selection:
 
 
 def select(
-    mixed: Floats, query_start: int, heads: int, weights: Floats, weight_start: int,
-    angles: Floats, keys: Tensor, scales: Tensor | None, context: Context, top: int,
+    mixed: Floats,
+    query_start: int,
+    heads: int,
+    weights: Floats,
+    weight_start: int,
+    angles: Floats,
+    keys: Tensor,
+    scales: Tensor | None,
+    context: Context,
+    top: int,
 ) -> Selection:
     """Index queries are mixed[:, query_start:], a head after another, not yet roped; head weights
     are weights[:, weight_start : weight_start + heads]. Keys: (pool rows, width), any dtype of the
@@ -85,17 +93,42 @@ def select(
     scale = np.float32(width**-0.5 * heads**-0.5)
     held = max(1, min(QUERIES, SCORES // context.longest, context.widest))
     _select(
-        mixed, query_start, heads, lanes, weights, weight_start, scale, angles, plain_bits(keys),
-        NO_VALUES if scales is None else scales.view(-1).numpy(), byte_values(keys), width,
-        context.positions, context.starts, context.tables, context.table_starts,
-        context.page_tokens, top, held, positions, counts,
+        mixed,
+        query_start,
+        heads,
+        lanes,
+        weights,
+        weight_start,
+        scale,
+        angles,
+        plain_bits(keys),
+        NO_VALUES if scales is None else scales.view(-1).numpy(),
+        byte_values(keys),
+        width,
+        context.positions,
+        context.starts,
+        context.tables,
+        context.table_starts,
+        context.page_tokens,
+        top,
+        held,
+        positions,
+        counts,
     )
     return Selection(positions, counts)
 
 
 def select_plain(
-    mixed: Tensor, query_start: int, heads: int, weights: Tensor, weight_start: int,
-    angles: Tensor, keys: Tensor, scales: Tensor | None, context: Context, top: int,
+    mixed: Tensor,
+    query_start: int,
+    heads: int,
+    weights: Tensor,
+    weight_start: int,
+    angles: Tensor,
+    keys: Tensor,
+    scales: Tensor | None,
+    context: Context,
+    top: int,
 ) -> list[list[int]]:
     """The reference: each query's chosen positions, by a stable sort."""
     width = keys.shape[1]
@@ -167,8 +200,27 @@ def _take_all(positions, chosen, counts):  # type: ignore[no-untyped-def]
 
 @compiled
 def _select(  # type: ignore[no-untyped-def]
-    mixed, query_start, heads, lanes, weights, weight_start, scale, angles, keys, scales, values,
-    width, positions, starts, tables, table_starts, page_tokens, top, held, chosen, counts,
+    mixed,
+    query_start,
+    heads,
+    lanes,
+    weights,
+    weight_start,
+    scale,
+    angles,
+    keys,
+    scales,
+    values,
+    width,
+    positions,
+    starts,
+    tables,
+    table_starts,
+    page_tokens,
+    top,
+    held,
+    chosen,
+    counts,
 ):
     groups = (heads + lanes - 1) // lanes
     turned = np.zeros((held, groups, width, lanes), np.float32)
@@ -182,10 +234,32 @@ def _select(  # type: ignore[no-untyped-def]
         while first < starts[request + 1]:
             last = min(first + held, starts[request + 1])
             for query in range(first, last):
-                _turn(mixed, query_start, heads, lanes, weights, weight_start, scale, angles, query,
-                      turned[query - first], weighing[query - first])
-            _score(keys, scales, values, table, page_tokens, positions[first:last], top, turned,
-                   weighing, lanes, scores)
+                _turn(
+                    mixed,
+                    query_start,
+                    heads,
+                    lanes,
+                    weights,
+                    weight_start,
+                    scale,
+                    angles,
+                    query,
+                    turned[query - first],
+                    weighing[query - first],
+                )
+            _score(
+                keys,
+                scales,
+                values,
+                table,
+                page_tokens,
+                positions[first:last],
+                top,
+                turned,
+                weighing,
+                lanes,
+                scores,
+            )
             for query in range(first, last):
                 length = positions[query] + 1
                 if length <= top:
@@ -249,12 +323,40 @@ def _score(  # type: ignore[no-untyped-def]
                 weight_at = (query * groups + group) * lanes
                 count = min(KEYS, length - first)
                 if direct:
-                    _score_run(keys, offsets, first, count, turned, right_at, width, weighing,
-                               weight_at, scores, out_at, group == 0, lanes, soon)
+                    _score_run(
+                        keys,
+                        offsets,
+                        first,
+                        count,
+                        turned,
+                        right_at,
+                        width,
+                        weighing,
+                        weight_at,
+                        scores,
+                        out_at,
+                        group == 0,
+                        lanes,
+                        soon,
+                    )
                     soon = False
                 else:
-                    _score_run(block, packed, 0, count, turned, right_at, width, weighing,
-                               weight_at, scores, out_at, group == 0, lanes, soon)
+                    _score_run(
+                        block,
+                        packed,
+                        0,
+                        count,
+                        turned,
+                        right_at,
+                        width,
+                        weighing,
+                        weight_at,
+                        scores,
+                        out_at,
+                        group == 0,
+                        lanes,
+                        soon,
+                    )
 
 
 @compiled
@@ -272,8 +374,20 @@ def _place(table, page_tokens, width, offsets):  # type: ignore[no-untyped-def]
 
 @compiled
 def _score_run(  # type: ignore[no-untyped-def]
-    keys, offsets, at, count, turned, right_at, width, weighing, weight_at, scores, out_at, first,
-    lanes, soon,
+    keys,
+    offsets,
+    at,
+    count,
+    turned,
+    right_at,
+    width,
+    weighing,
+    weight_at,
+    scores,
+    out_at,
+    first,
+    lanes,
+    soon,
 ):
     """One query and one group of heads against the block's keys, 8 at a time."""
     for i in range(0, count, 8):
@@ -282,14 +396,47 @@ def _score_run(  # type: ignore[no-untyped-def]
                 for line in range(0, width, 16):
                     fetch(keys, offsets[key] + line)
         if lanes == 4:
-            _tile_4(keys, offsets, at + i, turned, right_at, width, weighing, weight_at, scores,
-                    out_at + i, first)
+            _tile_4(
+                keys,
+                offsets,
+                at + i,
+                turned,
+                right_at,
+                width,
+                weighing,
+                weight_at,
+                scores,
+                out_at + i,
+                first,
+            )
         elif lanes == 8:
-            _tile_8(keys, offsets, at + i, turned, right_at, width, weighing, weight_at, scores,
-                    out_at + i, first)
+            _tile_8(
+                keys,
+                offsets,
+                at + i,
+                turned,
+                right_at,
+                width,
+                weighing,
+                weight_at,
+                scores,
+                out_at + i,
+                first,
+            )
         else:
-            _tile_16(keys, offsets, at + i, turned, right_at, width, weighing, weight_at, scores,
-                     out_at + i, first)
+            _tile_16(
+                keys,
+                offsets,
+                at + i,
+                turned,
+                right_at,
+                width,
+                weighing,
+                weight_at,
+                scores,
+                out_at + i,
+                first,
+            )
 
 
 @compiled

@@ -170,8 +170,17 @@ def product_tile(rows: int, vectors: int, lanes: int) -> Callable[..., Any]:
 
     @intrinsic
     def tile(
-        typing: Any, left: Any, lefts: Any, right: Any, right_at: Any, right_stride: Any,
-        terms: Any, out: Any, out_at: Any, outs: Any, at: Any,
+        typing: Any,
+        left: Any,
+        lefts: Any,
+        right: Any,
+        right_at: Any,
+        right_stride: Any,
+        terms: Any,
+        out: Any,
+        out_at: Any,
+        outs: Any,
+        at: Any,
     ) -> Any:
         kinds = (left, lefts, right, *[types.int64] * 3, out, types.int64, outs, types.int64)
 
@@ -209,8 +218,17 @@ def gathered_tile(rows: int, vectors: int, lanes: int) -> Callable[..., Any]:
 
     @intrinsic
     def tile(
-        typing: Any, left: Any, left_at: Any, left_stride: Any, right: Any, right_at: Any,
-        rights: Any, terms: Any, out: Any, out_at: Any, out_stride: Any,
+        typing: Any,
+        left: Any,
+        left_at: Any,
+        left_stride: Any,
+        right: Any,
+        right_at: Any,
+        rights: Any,
+        terms: Any,
+        out: Any,
+        out_at: Any,
+        out_stride: Any,
     ) -> Any:
         whole = types.int64
         kinds = (left, whole, whole, right, whole, rights, whole, out, whole, whole)
@@ -271,8 +289,18 @@ def scored_tile(lanes: int, rows: int = 8) -> Callable[..., Any]:
 
     @intrinsic
     def tile(
-        typing: Any, keys: Any, offsets: Any, at: Any, queries: Any, query_at: Any, terms: Any,
-        weights: Any, weight_at: Any, out: Any, out_at: Any, first: Any,
+        typing: Any,
+        keys: Any,
+        offsets: Any,
+        at: Any,
+        queries: Any,
+        query_at: Any,
+        terms: Any,
+        weights: Any,
+        weight_at: Any,
+        out: Any,
+        out_at: Any,
+        first: Any,
     ) -> Any:
         whole = types.int64
         kinds = (keys, offsets, whole, queries, whole, whole, weights, whole, out, whole, whole)

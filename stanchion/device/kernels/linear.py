@@ -56,8 +56,15 @@ def linear(
 ) -> Floats:
     """add + norm(x[:, start : start + inputs]) @ weight.T; no `gain` means no norm."""
     out: Floats = np.empty((x.shape[0], weight.outputs), np.float32)
-    _linear(x, start, weight.panels, NOTHING if gain is None else gain, np.float32(epsilon),
-            NO_ROWS if add is None else add, out)
+    _linear(
+        x,
+        start,
+        weight.panels,
+        NOTHING if gain is None else gain,
+        np.float32(epsilon),
+        NO_ROWS if add is None else add,
+        out,
+    )
     return out
 
 

@@ -19,7 +19,12 @@ Integers = NDArray[np.int64]
 
 
 def latent_rows(
-    mixed: Floats, start: int, gain: Floats, epsilon: float, angles: Floats, out: Floats,
+    mixed: Floats,
+    start: int,
+    gain: Floats,
+    epsilon: float,
+    angles: Floats,
+    out: Floats,
     rows: Integers,
 ) -> None:
     """out[rows[q]] = normed latent | roped key of query q, from mixed[:, start:]."""
@@ -36,7 +41,12 @@ def latent_rows_plain(
 
 
 def index_rows(
-    mixed: Floats, start: int, gain: Floats, bias: Floats, angles: Floats, out: Floats,
+    mixed: Floats,
+    start: int,
+    gain: Floats,
+    bias: Floats,
+    angles: Floats,
+    out: Floats,
     rows: Integers,
 ) -> None:
     """out[rows[q]] = roped LayerNorm of mixed[q, start : start + width]."""

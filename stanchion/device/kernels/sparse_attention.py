@@ -46,15 +46,28 @@ def sparse_attention(
     heads = queries.shape[1]
     lanes = 4 if heads <= 4 else 8 if heads <= 8 else 16
     _sparse_attention(
-        queries, plain_bits(rows), context.starts, context.tables, context.table_starts,
-        context.page_tokens, selection.positions, selection.counts, lanes, np.float32(scale),
-        NO_VALUES, out,
+        queries,
+        plain_bits(rows),
+        context.starts,
+        context.tables,
+        context.table_starts,
+        context.page_tokens,
+        selection.positions,
+        selection.counts,
+        lanes,
+        np.float32(scale),
+        NO_VALUES,
+        out,
     )
     return out
 
 
 def sparse_attention_plain(
-    queries: Tensor, rows: Tensor, context: Context, chosen: list[list[int]], latent: int,
+    queries: Tensor,
+    rows: Tensor,
+    context: Context,
+    chosen: list[list[int]],
+    latent: int,
     scale: float,
 ) -> Tensor:
     """The reference: (queries, heads, latent)."""
@@ -72,7 +85,17 @@ def sparse_attention_plain(
 
 @compiled
 def _sparse_attention(  # type: ignore[no-untyped-def]
-    queries, rows, starts, tables, table_starts, page_tokens, chosen, counts, lanes, scale, values,
+    queries,
+    rows,
+    starts,
+    tables,
+    table_starts,
+    page_tokens,
+    chosen,
+    counts,
+    lanes,
+    scale,
+    values,
     out,
 ):
     count, heads, width = queries.shape
@@ -94,8 +117,14 @@ def _sparse_attention(  # type: ignore[no-untyped-def]
             while following >= starts[request + 1]:
                 request += 1
             table = tables[table_starts[request] : table_starts[request + 1]]
-            _find(chosen[following], counts[following], table, page_tokens, width,
-                  offsets[following & 1])
+            _find(
+                chosen[following],
+                counts[following],
+                table,
+                page_tokens,
+                width,
+                offsets[following & 1],
+            )
         query = following - 1
         if query < 0:
             continue
