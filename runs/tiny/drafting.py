@@ -243,7 +243,8 @@ def generate_all(
     seed: int,
 ) -> Generated:
     """The same in pieces of a few rows, over the pool's threads."""
-    rows = max(1, PIECE_TOKENS // prompts.shape[1])
+    half = (len(prompts) + 1) // 2  # two threads at least shall have work
+    rows = max(1, min(half, PIECE_TOKENS // prompts.shape[1]))
     jobs = [
         pool.submit(
             generate,

@@ -22,6 +22,7 @@ from stanchion.gateway.settings import GatewaySettings
 from stanchion.gateway.tokens import Vocabulary, byte_vocabulary, load_vocabulary
 
 WORKER_STOP_S = 30.0
+WORKER_SILENCE_S = 30.0  # far longer than a flight; a dead process is seen at once
 
 
 def serve(config: Config, api_keys: tuple[str, ...]) -> int:
@@ -63,6 +64,7 @@ def gateway_settings(config: Config, api_keys: tuple[str, ...]) -> GatewaySettin
         served_model_name=gateway.served_model_name,
         in_flight_max=gateway.in_flight_max,
         drain_s=gateway.drain_s,
+        worker_silence_s=WORKER_SILENCE_S,
     )
 
 

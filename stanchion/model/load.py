@@ -9,6 +9,7 @@ from pathlib import Path
 
 from stanchion.model.config import read_config
 from stanchion.model.glm5 import Glm5
+from stanchion.model.warm import warm_up
 from stanchion.model.weights import compute_dtype, read_weights
 
 INDEX_KEYS = {"same": "same", "float8": "fp8"}
@@ -23,7 +24,7 @@ def load_glm(
     deterministic: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Glm5, str, str, tuple[int, ...]]:
-    """The model, its name, its revision, and its end tokens.
+    """The model, its kernels compiled, its name, its revision and its end tokens.
 
     A checkpoint without a draft layer is served without speculation. Raise ConfigError or
     WeightsError naming what does not fit.
@@ -35,6 +36,7 @@ def load_glm(
     model = Glm5(
         config, tensors, page_tokens, wanted, draft, deterministic, INDEX_KEYS[index_dtype]
     )
+    warm_up(model)
     return model, folder.name, revision(folder), end_tokens(folder)
 
 

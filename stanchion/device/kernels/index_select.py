@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stanchion.device.kernels.lanes import (
+    CODES,
     bits,
     compiled,
     count_at_least,
@@ -225,9 +226,9 @@ def _select(  # type: ignore[no-untyped-def]
     groups = (heads + lanes - 1) // lanes
     turned = np.zeros((held, groups, width, lanes), np.float32)
     weighing = np.zeros((held, groups, lanes), np.float32)
-    longest = (chosen.shape[1] if positions.size == 0 else positions.max() + 1 + KEYS) // 16 * 16
-    scores = np.empty((held, longest + 16), np.float32)
-    order = np.empty(longest + 16, np.int32)
+    longest = positions.max() + 1
+    scores = np.empty((held, longest + 8), np.float32)  # tiles write up to 7 beyond the end
+    order = np.empty(longest + CODES, np.int32)
     for request in range(starts.size - 1):
         table = tables[table_starts[request] : table_starts[request + 1]]
         first = starts[request]
@@ -257,7 +258,6 @@ def _select(  # type: ignore[no-untyped-def]
                 top,
                 turned,
                 weighing,
-                lanes,
                 scores,
             )
             for query in range(first, last):
@@ -294,9 +294,9 @@ def _turn(  # type: ignore[no-untyped-def]
 
 @compiled
 def _score(  # type: ignore[no-untyped-def]
-    keys, scales, values, table, page_tokens, positions, top, turned, weighing, lanes, scores
+    keys, scales, values, table, page_tokens, positions, top, turned, weighing, scores
 ):
-    """Scores of successive queries of one request; a query that takes all is left out."""
+    """Scores of successive queries of one request; one that takes all is left out."""
     groups, width = turned.shape[1:3]
     end = positions[-1] + 1
     direct = keys.itemsize == 4
@@ -315,48 +315,21 @@ def _score(  # type: ignore[no-untyped-def]
                         block[i * width + k] *= scales[at // width]
         for query in range(positions.size):
             length = positions[query] + 1
-            if length <= top or length <= first:
+            count = min(KEYS, length - first)
+            if length <= top or count <= 0:
                 continue
-            out_at = query * scores.shape[1] + first
             for group in range(groups):
-                right_at = (query * groups + group) * width * lanes
-                weight_at = (query * groups + group) * lanes
-                count = min(KEYS, length - first)
                 if direct:
                     _score_run(
-                        keys,
-                        offsets,
-                        first,
-                        count,
-                        turned,
-                        right_at,
-                        width,
-                        weighing,
-                        weight_at,
-                        scores,
-                        out_at,
-                        group == 0,
-                        lanes,
+                        keys, offsets, first, count, turned, weighing, scores, query, group, first,
                         soon,
-                    )
+                    )  # fmt: skip
                     soon = False
                 else:
                     _score_run(
-                        block,
-                        packed,
-                        0,
-                        count,
-                        turned,
-                        right_at,
-                        width,
-                        weighing,
-                        weight_at,
-                        scores,
-                        out_at,
-                        group == 0,
-                        lanes,
+                        block, packed, 0, count, turned, weighing, scores, query, group, first,
                         soon,
-                    )
+                    )  # fmt: skip
 
 
 @compiled
@@ -374,75 +347,30 @@ def _place(table, page_tokens, width, offsets):  # type: ignore[no-untyped-def]
 
 @compiled
 def _score_run(  # type: ignore[no-untyped-def]
-    keys,
-    offsets,
-    at,
-    count,
-    turned,
-    right_at,
-    width,
-    weighing,
-    weight_at,
-    scores,
-    out_at,
-    first,
-    lanes,
-    soon,
+    keys, offsets, at, count, turned, weighing, scores, query, group, place, soon
 ):
-    """One query and one group of heads against the block's keys, 8 at a time."""
+    """One query and one group of heads against `count` keys, 8 at a time, and what fills the 8.
+
+    With `soon`, ask for the keys ahead.
+    """
+    width, lanes = turned.shape[2:]
     for i in range(0, count, 8):
         if soon:
             for key in range(at + i + AHEAD, at + i + AHEAD + 8):
                 for line in range(0, width, 16):
                     fetch(keys, offsets[key] + line)
         if lanes == 4:
-            _tile_4(
-                keys,
-                offsets,
-                at + i,
-                turned,
-                right_at,
-                width,
-                weighing,
-                weight_at,
-                scores,
-                out_at + i,
-                first,
-            )
+            _tile_4(keys, offsets, at + i, turned, weighing, scores, query, group, place + i)
         elif lanes == 8:
-            _tile_8(
-                keys,
-                offsets,
-                at + i,
-                turned,
-                right_at,
-                width,
-                weighing,
-                weight_at,
-                scores,
-                out_at + i,
-                first,
-            )
+            _tile_8(keys, offsets, at + i, turned, weighing, scores, query, group, place + i)
         else:
-            _tile_16(
-                keys,
-                offsets,
-                at + i,
-                turned,
-                right_at,
-                width,
-                weighing,
-                weight_at,
-                scores,
-                out_at + i,
-                first,
-            )
+            _tile_16(keys, offsets, at + i, turned, weighing, scores, query, group, place + i)
 
 
 @compiled
 def _best(scores, length, top, order, chosen):  # type: ignore[no-untyped-def]
     """Write the positions of the `top` best scores, ascending; return how many (0: a NaN)."""
-    padded = (length + 15) // 16 * 16
+    padded = (length + CODES - 1) // CODES * CODES
     damaged = 0
     high = LOWEST
     low = np.int32(2**31 - 1)

@@ -11,16 +11,19 @@ They check nothing: their callers own the bounds.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any, cast
 
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 FLOAT = ir.FloatType()
 INT32 = ir.IntType(32)
 INT64 = ir.IntType(64)
+CODES = 64  # that `count_at_least` reads at a time
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,7 +115,10 @@ fetch = cast(Callable[[Any, Any], None], _fetch)
 
 
 def _chains(builder: Any, rows: list[Any], right: Any, terms: Any, shape: tuple[int, int]) -> Any:
-    """For each row pointer and vector v: the chain over k of row[k] * right(k)[v]."""
+    """For each row pointer and vector v: the chain over k of row[k] * right(k)[v].
+
+    right(k) points at each of the vectors.
+    """
     vectors, lanes = shape
     zero = ir.Constant(ir.VectorType(FLOAT, lanes), [0.0] * lanes)
     entry = builder.block
@@ -123,9 +129,7 @@ def _chains(builder: Any, rows: list[Any], right: Any, terms: Any, shape: tuple[
     k = builder.phi(INT64)
     k.add_incoming(INT64(0), entry)
     held = [[builder.phi(zero.type) for _ in range(vectors)] for _ in rows]
-    pointer = right(k)
-    places = [builder.gep(pointer, [INT64(v * lanes)]) for v in range(vectors)]
-    loaded = [_load(builder, place, lanes) for place in places]
+    loaded = [_load(builder, place, lanes) for place in right(k)]
     following = []
     for row, kept in zip(rows, held):
         value = _splat(builder, builder.load(builder.gep(row, [k])), lanes)
@@ -153,6 +157,13 @@ def _offsets(builder: Any, table: Any, at: Any, count: int) -> list[Any]:
     """table[at : at + count], each in a register."""
     places = [builder.add(at, INT64(row)) for row in range(count)]
     return [builder.load(builder.gep(table, [place])) for place in places]
+
+
+def _beside(builder: Any, matrix: Any, place: Any, shape: tuple[int, int]) -> list[Any]:
+    """Pointers to the vectors that lie side by side from matrix[place] on."""
+    vectors, lanes = shape
+    places = [builder.add(place, INT64(v * lanes)) for v in range(vectors)]
+    return [builder.gep(matrix, [one]) for one in places]
 
 
 def _keep(builder: Any, sums: Any, target: Any, places: list[Any], lanes: int) -> None:
@@ -193,14 +204,14 @@ def product_tile(rows: int, vectors: int, lanes: int) -> Callable[..., Any]:
             out_at = arguments[7]
             out_table = _start(context, builder, outs, arguments[8], INT64)
             at = arguments[9]
+
+            def right_row(k: Any) -> list[Any]:
+                place = builder.add(right_at, builder.mul(k, stride))
+                return _beside(builder, matrix, place, (vectors, lanes))
+
             places = _offsets(builder, left_table, at, rows)
-            sums = _chains(
-                builder,
-                [builder.gep(left_row, [place]) for place in places],
-                lambda k: builder.gep(matrix, [builder.add(right_at, builder.mul(k, stride))]),
-                terms,
-                (vectors, lanes),
-            )
+            starts = [builder.gep(left_row, [place]) for place in places]
+            sums = _chains(builder, starts, right_row, terms, (vectors, lanes))
             places = [builder.add(out_at, one) for one in _offsets(builder, out_table, at, rows)]
             _keep(builder, sums, target, places, lanes)
             return context.get_dummy_value()
@@ -245,9 +256,9 @@ def gathered_tile(rows: int, vectors: int, lanes: int) -> Callable[..., Any]:
             def strided(first: Any, stride: Any) -> list[Any]:
                 return [builder.add(first, builder.mul(stride, INT64(r))) for r in range(rows)]
 
-            def right_row(k: Any) -> Any:
-                place = builder.load(builder.gep(table, [k]))
-                return builder.gep(matrix, [builder.add(right_at, place)])
+            def right_row(k: Any) -> list[Any]:
+                place = builder.add(right_at, builder.load(builder.gep(table, [k])))
+                return _beside(builder, matrix, place, (vectors, lanes))
 
             starts = [builder.gep(left_row, [one]) for one in strided(left_at, left_stride)]
             sums = _chains(builder, starts, right_row, arguments[6], (vectors, lanes))
@@ -279,13 +290,15 @@ def _summed(builder: Any, vectors: list[Any], lanes: int) -> list[Any]:
     return vectors
 
 
-def scored_tile(lanes: int, rows: int = 8) -> Callable[..., Any]:
-    """Index scores of 8 keys for one query: out[r] = sum over heads of w[h] * relu(key[r] . q[h]).
+def scored_tile(lanes: int) -> Callable[..., Any]:
+    """Index scores of 8 keys for one query: the sum over heads of w[h] * relu(key . q[h]).
 
-    tile(keys, offsets, at, queries, query_at, terms, weights, weight_at, out, out_at, first): key
-    r begins at keys[offsets[at + r]]; queries hold (terms, lanes) with a head a lane; the heads'
-    sum is a tree over neighbours. With first = 0 it is added to out.
+    tile(keys, offsets, at, turned, weighing, scores, query, group, place): key r begins at
+    keys[offsets[at + r]], its score goes to scores[query, place + r]. turned is (queries, groups,
+    terms, lanes) and weighing (queries, groups, lanes), with a head a lane; the heads' sum is a
+    tree over neighbours. Groups after the first are added.
     """
+    rows = 8
 
     @intrinsic
     def tile(
@@ -293,51 +306,60 @@ def scored_tile(lanes: int, rows: int = 8) -> Callable[..., Any]:
         keys: Any,
         offsets: Any,
         at: Any,
-        queries: Any,
-        query_at: Any,
-        terms: Any,
-        weights: Any,
-        weight_at: Any,
-        out: Any,
-        out_at: Any,
-        first: Any,
+        turned: Any,
+        weighing: Any,
+        scores: Any,
+        query: Any,
+        group: Any,
+        place: Any,
     ) -> Any:
-        whole = types.int64
-        kinds = (keys, offsets, whole, queries, whole, whole, weights, whole, out, whole, whole)
+        kinds = (keys, offsets, types.int64, turned, weighing, scores, *[types.int64] * 3)
 
         def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             key_row = _start(context, builder, keys, arguments[0])
             table = _start(context, builder, offsets, arguments[1], INT64)
-            matrix = _start(context, builder, queries, arguments[3])
-            query_at = arguments[4]
-            weight_row = _start(context, builder, weights, arguments[6])
-            target = _start(context, builder, out, arguments[8])
+            matrix = _start(context, builder, turned, arguments[3])
+            weights = _start(context, builder, weighing, arguments[4])
+            target = _start(context, builder, scores, arguments[5])
+            _, groups, terms, _ = _shape(context, builder, turned, arguments[3])
+            _, scores_width = _shape(context, builder, scores, arguments[5])
+            query, group, place = arguments[6:]
+            number = builder.add(builder.mul(query, groups), group)
+
+            def query_row(k: Any) -> list[Any]:
+                line = builder.add(builder.mul(number, terms), k)
+                return [builder.gep(matrix, [builder.mul(line, INT64(lanes))])]
+
             places = _offsets(builder, table, arguments[2], rows)
-
-            def query_row(k: Any) -> Any:
-                place = builder.mul(k, INT64(lanes))
-                return builder.gep(matrix, [builder.add(query_at, place)])
-
-            starts = [builder.gep(key_row, [place]) for place in places]
-            sums = _chains(builder, starts, query_row, arguments[5], (1, lanes))
-            weight = _load(builder, builder.gep(weight_row, [arguments[7]]), lanes)
-            zero = ir.Constant(weight.type, [0.0] * lanes)
-            weighted = []
-            for (value,) in sums:
-                negative = builder.fcmp_ordered("<", value, zero)  # false for NaN, which stays
-                weighted.append(builder.fmul(weight, builder.select(negative, zero, value)))
-            starting = builder.icmp_signed("!=", arguments[10], INT64(0))
-            place = arguments[9]
+            starts = [builder.gep(key_row, [one]) for one in places]
+            sums = _chains(builder, starts, query_row, terms, (1, lanes))
+            pointer = builder.gep(weights, [builder.mul(number, INT64(lanes))])
+            weight = _load(builder, pointer, lanes)
+            weighted = [_rectified(builder, value, weight) for (value,) in sums]
+            starting = builder.icmp_signed("==", group, INT64(0))
+            out = builder.add(builder.mul(query, scores_width), place)
             for vector in _summed(builder, weighted, lanes):
-                pointer = builder.gep(target, [place])
+                pointer = builder.gep(target, [out])
                 added = builder.fadd(_load(builder, pointer, vector.type.count), vector)
                 _store(builder, builder.select(starting, vector, added), pointer)
-                place = builder.add(place, INT64(vector.type.count))
+                out = builder.add(out, INT64(vector.type.count))
             return context.get_dummy_value()
 
         return types.void(*kinds), code
 
     return cast(Callable[..., Any], tile)
+
+
+def _shape(context: Any, builder: Any, kind: Any, array: Any) -> list[Any]:
+    shape = context.make_array(kind)(context, builder, array).shape
+    return list(cgutils.unpack_tuple(builder, shape))
+
+
+def _rectified(builder: Any, value: Any, weight: Any) -> Any:
+    """weight * relu(value); NaN compares false, and stays."""
+    zero = ir.Constant(value.type, [0.0] * value.type.count)
+    negative = builder.fcmp_ordered("<", value, zero)
+    return builder.fmul(weight, builder.select(negative, zero, value))
 
 
 @intrinsic
@@ -352,33 +374,32 @@ def _count_at_least(typing: Any, codes: Any, count: Any, floor: Any) -> Any:
         entry = builder.block
         body = builder.append_basic_block("count")
         done = builder.append_basic_block("counted")
-        builder.cbranch(builder.icmp_signed("<", INT64(0), count), body, done)
+        builder.branch(body)
         builder.position_at_end(body)
         at = builder.phi(INT64)
-        total = builder.phi(vector)
-        place = builder.bitcast(builder.gep(pointer, [at]), vector.as_pointer())
-        hits = builder.icmp_signed(">=", builder.load(place, align=4), floors)
-        after = builder.sub(total, builder.sext(hits, vector))
-        stepped = builder.add(at, INT64(16))
         at.add_incoming(INT64(0), entry)
+        after = []
+        for part in range(CODES // 16):
+            total = builder.phi(vector)
+            total.add_incoming(zero, entry)
+            place = builder.gep(pointer, [builder.add(at, INT64(16 * part))])
+            loaded = builder.load(builder.bitcast(place, vector.as_pointer()), align=4)
+            hits = builder.icmp_signed(">=", loaded, floors)
+            after.append(builder.sub(total, builder.sext(hits, vector)))
+            total.add_incoming(after[-1], body)
+        stepped = builder.add(at, INT64(CODES))
         at.add_incoming(stepped, body)
-        total.add_incoming(zero, entry)
-        total.add_incoming(after, body)
         builder.cbranch(builder.icmp_signed("<", stepped, count), body, done)
         builder.position_at_end(done)
-        result = builder.phi(vector)
-        result.add_incoming(zero, entry)
-        result.add_incoming(after, body)
-        summed = builder.extract_element(result, INT32(0))
-        for lane in range(1, 16):
-            summed = builder.add(summed, builder.extract_element(result, INT32(lane)))
-        return builder.sext(summed, INT64)
+        whole = reduce(builder.add, after)
+        lanes = [builder.extract_element(whole, INT32(lane)) for lane in range(16)]
+        return builder.sext(reduce(builder.add, lanes), INT64)
 
     return types.int64(codes, types.int64, types.int32), code
 
 
 # count_at_least(codes, count, floor): how many of the first `count` int32 are at least `floor`;
-# count is a multiple of 16.
+# count is a multiple of CODES, and more than none.
 count_at_least = cast(Callable[[Any, Any, Any], Any], _count_at_least)
 
 
