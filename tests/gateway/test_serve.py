@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,11 +19,12 @@ import httpx
 import msgspec
 import pytest
 
-from stanchion.core.errors import ConfigError
+from stanchion.core.errors import ConfigError, Overloaded
 from stanchion.core.messages import PromptScores, Start, TopToken
 from stanchion.gateway.serve import Stopping, run, serve
 from stanchion.gateway.settings import GatewaySettings
 from stanchion.gateway.tokens import SMALL_TEXT_CHARACTERS, byte_vocabulary
+from stanchion.gateway.web import Budget, Held
 
 from .conftest import Gateway, running
 from .worker import HELLO, WAIT_S, FakeWorker, Plan, end, say
@@ -174,19 +174,20 @@ def test_headers_without_end_are_cut_off(gateway: Gateway):
     assert gateway.client.get("/health", headers={"x": "y" * 100_000}).is_success
 
 
-def test_bodies_that_are_arriving_share_a_budget(alone: FakeWorker):
-    with running(alone, bodies_bytes_max=300_000) as gateway:
-        url = httpx.URL(gateway.url)
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 250000\r\n\r\n"
-        with socket.create_connection((url.host, url.port), timeout=WAIT_S) as held:
-            held.sendall(head + b"x" * 200_000)
-            large = {"prompt": "x" * 200_000}
-            deadline = time.monotonic() + WAIT_S
-            while gateway.client.post("/v1/completions", json=large).status_code != 429:
-                assert time.monotonic() < deadline
-            assert gateway.client.post("/v1/completions", json={"prompt": "x"}).is_success
-        while gateway.client.post("/v1/completions", json=large).status_code == 429:
-            assert time.monotonic() < deadline
+def test_bodies_that_are_arriving_share_a_budget_and_give_it_back(alone: FakeWorker):
+    budget = Budget(100)
+    with Held(budget) as first, Held(budget) as second:
+        first.take(60)
+        with pytest.raises(Overloaded):
+            second.take(41)
+        second.take(40)
+    with Held(budget) as third:
+        third.take(100)
+    with running(alone, bodies_bytes_max=100_000) as gateway:
+        for _ in range(3):
+            large = gateway.client.post("/v1/completions", json={"prompt": "x" * 200_000})
+            assert (large.status_code, "retry-after" in large.headers) == (429, True)
+            assert gateway.client.post("/v1/completions", json={"prompt": "x" * 90}).is_success
 
 
 def test_a_long_text_is_tokenised_beside_the_loop(alone: FakeWorker):

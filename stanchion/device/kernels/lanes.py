@@ -378,14 +378,14 @@ def _count_at_least(typing: Any, codes: Any, count: Any, floor: Any) -> Any:
         builder.position_at_end(body)
         at = builder.phi(INT64)
         at.add_incoming(INT64(0), entry)
+        totals = [builder.phi(vector) for _ in range(CODES // 16)]
         after = []
-        for part in range(CODES // 16):
-            total = builder.phi(vector)
-            total.add_incoming(zero, entry)
+        for part, total in enumerate(totals):
             place = builder.gep(pointer, [builder.add(at, INT64(16 * part))])
             loaded = builder.load(builder.bitcast(place, vector.as_pointer()), align=4)
             hits = builder.icmp_signed(">=", loaded, floors)
             after.append(builder.sub(total, builder.sext(hits, vector)))
+            total.add_incoming(zero, entry)
             total.add_incoming(after[-1], body)
         stepped = builder.add(at, INT64(CODES))
         at.add_incoming(stepped, body)
