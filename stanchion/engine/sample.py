@@ -101,9 +101,11 @@ def draft(logits: Tensor, asks: Sequence[Ask]) -> tuple[list[int], list[Tensor |
     logits: float32 (rows, vocabulary), the draft layer's.
     """
     shaped = _shape(logits, asks)
-    tokens: list[int] = shaped.argmax(1).tolist()
     drawn: list[Tensor | None] = [None] * len(asks)
     sampled = [row for row, ask in enumerate(asks) if not ask.sampling.greedy]
+    tokens: list[int] = [0] * len(asks)
+    if len(sampled) < len(asks):
+        tokens = shaped.argmax(1).tolist()
     if sampled:
         probabilities = distribution(shaped[sampled], [asks[row] for row in sampled])
         points = _points("draft", [asks[row] for row in sampled])
@@ -116,7 +118,8 @@ def verify(logits: Tensor, windows: Sequence[Window]) -> list[Chosen]:
     """Judge each window's drafts and add one token. `logits` holds their rows in order."""
     asks = [ask for window in windows for ask in window.asks]
     shaped = _shape(logits, asks)
-    best = shaped.argmax(1).tolist()
+    greedy = any(window.greedy for window in windows)
+    best = shaped.argmax(1).tolist() if greedy else []
     sampled = [row for row, ask in enumerate(asks) if not ask.sampling.greedy]
     target = distribution(shaped[sampled], [asks[row] for row in sampled]) if sampled else shaped
     ends: list[tuple[int, int]] = []

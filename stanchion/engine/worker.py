@@ -39,7 +39,6 @@ log = logging.getLogger(__name__)
 PROGRESS_S = 0.25
 IDLE_POLL_MS = 250
 HEARD_MAX = 256  # messages taken in between two steps
-FRAMES_MAX = 100_000  # outgoing frames queued for a peer that does not read
 
 
 @dataclass
@@ -155,7 +154,9 @@ def serve(engine: Engine, hello: Hello, bind: str) -> None:
     """Bind `bind` (ipc:// or tcp:// on loopback) and serve until SIGTERM or the parent's end."""
     context = zmq.Context()
     socket = context.socket(zmq.ROUTER)
-    socket.setsockopt(zmq.SNDHWM, FRAMES_MAX)
+    # A ROUTER drops frames beyond its mark without a word. What may queue is bounded by what was
+    # accepted: at most one frame a token of each request, so there is no mark.
+    socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.LINGER, 1000)
     socket.bind(bind)
     worker = Worker(engine, hello, socket, os.getppid())

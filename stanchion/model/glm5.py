@@ -4,6 +4,9 @@ A layer: project the input once; write and read index keys, and choose rows, beh
 `index`; write and read latents behind the door `attend`; then the experts. Queries are absorbed
 into the latent space, so keys and values are never expanded. A layer that shares an index reuses
 the last choice made. Rows of `hidden` and all other activations are float32 in both dtypes.
+
+The draft layer chooses anew in every iteration. A checkpoint with `index_share_for_mtp_iteration`
+may so draft other tokens than with a shared choice; what verification accepts is the same.
 """
 
 from __future__ import annotations
@@ -156,14 +159,22 @@ class Glm5:
         return torch.zeros(rows, self.hidden_width)
 
     def _embed(self, batch: Ragged) -> Floats:
-        rows: Floats = self._embedding[torch.from_numpy(batch.tokens)].float().numpy()
+        tokens = torch.from_numpy(np.array(batch.tokens, np.int64))
+        rows: Floats = self._embedding[tokens].float().numpy()
         return rows  # (queries, hidden)
 
     def _step(self, batch: Ragged, cache: Cache) -> Step:
+        """Copies of the batch's arrays: kernels are compiled for plain, writable ones."""
+        positions = np.array(batch.positions, np.int64)
         context = Context(
-            batch.positions, batch.starts, batch.tables, batch.table_starts, cache.page_tokens
+            positions,
+            np.array(batch.starts, np.int64),
+            np.array(batch.tables, np.int32),
+            np.array(batch.table_starts, np.int64),
+            cache.page_tokens,
         )
-        return Step(context, self._angles.at(batch.positions), batch.rows, cache)
+        rows = np.array(batch.rows, np.int64)
+        return Step(context, self._angles.at(positions), rows, cache)
 
     def _pass(
         self, layer: Layer, hidden: Floats, step: Step, selection: Selection | None

@@ -1,4 +1,4 @@
-"""Compile, or load from the cache, every kernel of a model before the first request waits for it."""
+"""Compile, or load from the cache, a model's kernels before the first request waits for them."""
 
 from __future__ import annotations
 

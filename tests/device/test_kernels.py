@@ -264,6 +264,35 @@ def test_sparse_attention(
     assert near(sparse_attention(queries.numpy(), pool, context, selection, latent, 0.4), wanted)
 
 
+def test_absorbed_equals_expanded() -> None:
+    """Queries taken into the latent space, against keys and values taken out of it."""
+    context, rows = make_context(3, [(20, 4), (0, 3)], 4)
+    heads, nope, rope, latent, value = 3, 12, 6, 24, 10
+    asked = noise(1, 7, heads * (nope + rope))
+    pool, both = noise(2, rows, latent + rope), noise(3, heads, nope + value, latent)
+    selection = select(
+        np.zeros((7, 4), np.float32), 0, 1, np.zeros((7, 1), np.float32), 0,
+        np.zeros((7, 4), np.float32), torch.zeros(rows, 4), None, context, 100,
+    )  # fmt: skip
+    queries = np.empty((7, heads, latent + rope), np.float32)
+    absorb = pack(both[:, :nope].transpose(1, 2))
+    linear_heads(asked.numpy(), heads, 0, nope + rope, absorb, queries)
+    queries[:, :, latent:] = asked.view(7, heads, -1)[:, :, nope:].numpy()
+    found = sparse_attention(queries, pool, context, selection, latent, 0.3)
+    out = np.empty((7, heads, value), np.float32)
+    linear_heads(found.reshape(7, -1), heads, 0, latent, pack(both[:, nope:]), out)
+    expanded = torch.einsum("rl,hdl->rhd", pool[:, :latent], both)
+    key = torch.cat([expanded[:, :, :nope], pool[:, None, latent:].expand(-1, heads, -1)], 2)
+    for request in range(2):
+        table = context.tables[context.table_starts[request] : context.table_starts[request + 1]]
+        for query in range(context.starts[request], context.starts[request + 1]):
+            places = np.arange(context.positions[query] + 1)
+            at = torch.from_numpy(table[places // 4].astype(np.int64) * 4 + places % 4)
+            share = torch.einsum("hd,rhd->hr", asked[query].view(heads, -1), key[at]) * 0.3
+            wanted = torch.einsum("hr,rhd->hd", share.softmax(1), expanded[at][:, :, nope:])
+            assert near(out[query], wanted)
+
+
 def test_attention_survives_scores_far_apart() -> None:
     context, rows = make_context(0, [(30, 1)], 4)
     queries, pool = 200 * noise(1, 1, 2, 12), noise(2, rows, 12)

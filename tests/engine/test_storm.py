@@ -76,6 +76,6 @@ def test_one_seed(request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_a_hundred_thousand_requests_equal_their_oracles() -> None:
-    for seed in range(1000, 1200):
+def test_ten_thousand_requests_equal_their_oracles() -> None:
+    for seed in range(1000, 1020):
         one_storm(seed, 500)

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from stanchion.model.warm import warm_up
+
 CLOSE = 1e-4
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -91,6 +93,26 @@ def test_a_ragged_batch_equals_each_request_alone(
     for text, kept in zip(texts, rows):
         logits = model.logits(torch.cat(kept))
         assert (logits - their_logits(pair, text)).abs().max() < CLOSE
+
+
+def test_an_empty_batch_is_an_empty_answer(
+    make_pair: Callable[..., Any], small_engine: Any
+) -> None:
+    model = make_pair().ours(draft=True)
+    engine = small_engine(model)
+    batch, cache = engine.batch([(engine.start(4), 0, [])])
+    hidden = model.forward(batch, cache)
+    assert hidden.shape == (0, 40) and model.logits(hidden).shape == (0, 96)
+    assert model.draft(batch, hidden, cache).shape == (0, 40)
+
+
+def test_a_warm_model_answers_the_same(make_pair: Callable[..., Any], small_engine: Any) -> None:
+    tokens = tokens_of(6, 20)
+    for changes in ({}, {"index_topk": 4096}):
+        model = make_pair(**changes).ours(draft=True)
+        cold = small_engine(model).logits(tokens, [20])
+        warm_up(model)
+        assert torch.equal(small_engine(model).logits(tokens, [20]), cold)
 
 
 def test_tied_embeddings(make_pair: Callable[..., Any], small_engine: Any) -> None:

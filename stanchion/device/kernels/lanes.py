@@ -352,7 +352,8 @@ def scored_tile(lanes: int) -> Callable[..., Any]:
 
 def _shape(context: Any, builder: Any, kind: Any, array: Any) -> list[Any]:
     shape = context.make_array(kind)(context, builder, array).shape
-    return list(cgutils.unpack_tuple(builder, shape))
+    unpack: Callable[..., Any] = cgutils.unpack_tuple
+    return list(unpack(builder, shape))
 
 
 def _rectified(builder: Any, value: Any, weight: Any) -> Any:
