@@ -64,18 +64,16 @@ class Request:
     accepted: int = 0
     record: list[tuple[list[int], int]] = field(default_factory=list)
     outcome: Outcome | None = None
+    sampling: Sampling = field(init=False)
+    prompt_length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sampling = self.start.sampling
+        self.prompt_length = len(self.start.tokens)
 
     @property
     def name(self) -> str:
         return self.start.request
-
-    @property
-    def sampling(self) -> Sampling:
-        return self.start.sampling
-
-    @property
-    def prompt_length(self) -> int:
-        return len(self.start.tokens)
 
     @property
     def generated(self) -> int:

@@ -132,6 +132,7 @@ class _Flight:
         self._pins = pins
         self.landed = [Landed(piece) for piece in pieces]
         self._windows: dict[int, Window] = {}
+        self._all = self._tables_of(self.landed)
 
     def propose(self) -> None:
         """Draw each decoding request's drafts, the first from what `extend` left behind."""
@@ -163,7 +164,7 @@ class _Flight:
         ones = np.ones(len(lanes), np.int64)
         hidden = torch.cat([states[id(one)].hidden for one in lanes])
         batch = tables.ragged(tokens, firsts, ones)
-        cache = self._lease(tables, tables.written(firsts, ones).pages)
+        cache = self._lease(tables, (batch.rows // tables.page_tokens).astype(np.int32))
         hidden = self._model.draft(batch, hidden, cache)
         logits = self._model.draft_logits(hidden)
         for at, one in enumerate(lanes):
@@ -294,6 +295,11 @@ class _Flight:
             lanes[at].ahead = Ahead(last[row : row + 1], logits[row : row + 1])
 
     def _tables(self, lanes: Sequence[Landed]) -> Tables:
+        if len(lanes) == len(self.landed):
+            return self._all
+        return self._tables_of(lanes)
+
+    def _tables_of(self, lanes: Sequence[Landed]) -> Tables:
         page_tokens = self._model.schema.page_tokens
         return Tables.of([one.piece.request.pages for one in lanes], page_tokens)
 

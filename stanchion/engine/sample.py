@@ -23,6 +23,7 @@ from torch import Tensor
 
 from stanchion.core.messages import TopToken
 from stanchion.core.request import Sampling
+from stanchion.device.kernels import choose
 
 Uniform = Literal["draft", "accept", "recover"]
 _STREAMS: dict[Uniform, int] = {"draft": 1, "accept": 2, "recover": 3}
@@ -209,23 +210,23 @@ def score(
     logits: Tensor, tokens: Sequence[int], tops: Sequence[int | None]
 ) -> tuple[list[float], list[list[TopToken]]]:
     """Raw log-probability of one token a row, and the row's best where asked for."""
-    norms = torch.logsumexp(logits, 1)
-    picked = logits[torch.arange(len(logits)), torch.tensor(tokens, dtype=torch.long)]
+    norms = choose.log_norms(logits.numpy())
+    picked = logits.numpy()[np.arange(len(logits)), np.array(tokens, np.int64)]
     scores: list[float] = (picked - norms).tolist()
     top: list[list[TopToken]] = []
     for row, count in enumerate(tops):
         if not count:
             top.append([])
             continue
-        best = (logits[row] - norms[row]).topk(min(count, logits.shape[1]))
+        best = (logits[row] - float(norms[row])).topk(min(count, logits.shape[1]))
         top.append([TopToken(t, v) for t, v in zip(best.indices.tolist(), best.values.tolist())])
     return scores, top
 
 
 def distribution(logits: Tensor, asks: Sequence[Ask]) -> Tensor:
     """Probabilities (rows, vocabulary) after temperature, min_p, top_k and top_p, in that order."""
-    heat = torch.tensor([ask.sampling.temperature for ask in asks])
-    probabilities = torch.softmax(logits / heat[:, None], 1)
+    heat = np.array([ask.sampling.temperature for ask in asks], np.float32)
+    probabilities = torch.from_numpy(choose.soften(logits.numpy(), heat))
     rows = [row for row, ask in enumerate(asks) if ask.filtered]
     if rows:
         picked = [asks[row].sampling for row in rows]
@@ -252,16 +253,7 @@ def _filtered(rows: Tensor, samplings: Sequence[Sampling]) -> Tensor:
 
 
 def _draw(probabilities: Tensor, points: Doubles) -> list[int]:
-    """Invert each row's cumulative distribution at its point; rows need not sum to 1."""
-    sums = probabilities.cumsum(1, dtype=torch.float64)
-    aims = torch.from_numpy(points)[:, None] * sums[:, -1:]
-    tokens = torch.searchsorted(sums, aims, right=True)
-    tokens.clamp_(max=probabilities.shape[1] - 1)
-    drawn: list[int] = tokens[:, 0].tolist()
-    chances: list[float] = probabilities.gather(1, tokens)[:, 0].tolist()
-    for row, chance in enumerate(chances):
-        if not chance > 0.0:  # rounding at the very end points past the last that has a chance
-            drawn[row] = int(probabilities[row].nonzero()[-1, 0])
+    drawn: list[int] = choose.draw(probabilities.numpy(), points).tolist()
     return drawn
 
 

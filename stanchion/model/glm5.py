@@ -3,7 +3,7 @@
 A layer: project the input once; write and read index keys, and choose rows, behind the door
 `index`; write and read latents behind the door `attend`; then the experts. Queries are absorbed
 into the latent space, so keys and values are never expanded. A layer that shares an index reuses
-the last choice made. Rows of `hidden` and all other activations are float32 in both dtypes.
+the last choice made. All activations are float32 in both dtypes.
 
 The draft layer chooses anew in every iteration. A checkpoint with `index_share_for_mtp_iteration`
 may so draft other tokens than with a shared choice; what verification accepts is the same.
@@ -19,20 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stanchion.core.errors import Bug, ConfigError, WeightsError
-from stanchion.device.kernels.experts import Routing
+from stanchion.device.kernels.experts import Experts, Routing, experts
 from stanchion.device.kernels.index_select import Context, Selection, select
-from stanchion.device.kernels.linear import Floats, rms_norm
+from stanchion.device.kernels.linear import Floats, Packed, linear, linear_heads, pack, rms_norm
 from stanchion.device.kernels.rows import index_rows, latent_rows, rope_heads
 from stanchion.device.kernels.sparse_attention import sparse_attention
 from stanchion.kv.schema import Buffer, Schema
-from stanchion.model.arithmetic import (
-    Arithmetic,
-    BFloat16,
-    FeedForward,
-    Float32,
-    HeadProduct,
-    Product,
-)
 from stanchion.model.config import GlmConfig
 from stanchion.model.text import Cache, Ragged, Rows
 from stanchion.model.weights import DTYPES, Tensors, check_tensors
@@ -52,15 +44,15 @@ class Indexer:
 class Layer:
     number: int
     input_gain: Floats  # (hidden,)
-    inputs: Product  # hidden -> query latent | latent | rope [| index key | index head weights]
+    inputs: Packed  # hidden -> query latent | latent | rope [| index key | index head weights]
     query_gain: Floats  # (query latent,)
-    queries: Product  # query latent -> heads * (nope | rope) [| index heads * index width]
+    queries: Packed  # query latent -> heads * (nope | rope) [| index heads * index width]
     latent_gain: Floats  # (latent,)
-    absorb: HeadProduct  # nope -> latent
-    expand: HeadProduct  # latent -> value
-    output: Product  # heads * value -> hidden
+    absorb: Packed  # nope -> latent
+    expand: Packed  # latent -> value
+    output: Packed  # heads * value -> hidden
     feed_gain: Floats  # (hidden,)
-    feed: FeedForward
+    feed: Experts
     indexer: Indexer | None  # None: shares the index of the last layer that has one
 
 
@@ -70,7 +62,7 @@ class Draft:
 
     token_gain: Floats  # (hidden,)
     hidden_gain: Floats  # (hidden,)
-    join: Product  # 2 * hidden -> hidden
+    join: Packed  # 2 * hidden -> hidden
     output_gain: Floats  # (hidden,)
 
 
@@ -87,9 +79,12 @@ class Step:
 class Glm5:
     """The target and, if asked for, its draft layer.
 
-    `index_keys` is how index keys are kept: "same" as the compute dtype, or "fp8" with a scale a
-    row. In float32 no output depends on the batch, the chunk or the pages; `deterministic` demands
-    that, so bfloat16 refuses it (ConfigError). Tensors that do not fit are a WeightsError.
+    `dtype` is how weights and KV rows are kept; router, norms and the indexer's head weights stay
+    float32, and so does the arithmetic. `index_keys` is how index keys are kept: "same" as the
+    rest, or "fp8" with a scale a row. No bit of an output depends on the batch, the chunk or the
+    pages, whatever `deterministic` says: there is no faster way to trade it for.
+
+    Raises ConfigError for a dtype that is not kept, WeightsError for tensors that do not fit.
     """
 
     def __init__(
@@ -104,15 +99,13 @@ class Glm5:
     ) -> None:
         if dtype not in DTYPES.values():
             raise ConfigError(f"no model in {dtype}; there are: {', '.join(sorted(DTYPES))}")
-        if deterministic and dtype is not torch.float32:
-            raise ConfigError("deterministic: wants dtype float32; bfloat16 products go by batch")
         if index_keys not in ("same", "fp8"):
             raise ConfigError(f"index_keys: {index_keys!r} is neither 'same' nor 'fp8'")
         if draft and not config.num_nextn_predict_layers:
             raise WeightsError("config.json: num_nextn_predict_layers is 0: no draft layer")
         check_tensors(tensors, config, draft)
         self.config = config
-        self.deterministic = dtype is torch.float32
+        self.deterministic = True
         self.vocabulary = config.vocab_size
         self.context_max = config.max_position_embeddings
         self.hidden_width = config.hidden_size
@@ -138,7 +131,7 @@ class Glm5:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(rows, hidden) -> float32 (rows, vocabulary)."""
-        return torch.from_numpy(self._head(_rows(hidden)))
+        return torch.from_numpy(linear(_rows(hidden), self._head))
 
     def draft(self, batch: Ragged, hidden: Tensor, cache: Cache) -> Tensor:
         """The draft layer over (token p, hidden of p - 1): its hidden after its own norm."""
@@ -147,7 +140,7 @@ class Glm5:
         extra, epsilon = self._draft, self.config.rms_norm_eps
         token = rms_norm(self._embed(batch), extra.token_gain, epsilon)  # (queries, hidden)
         before = rms_norm(_rows(hidden), extra.hidden_gain, epsilon)  # (queries, hidden)
-        joined = extra.join(np.concatenate([token, before], 1))  # (queries, hidden)
+        joined = linear(np.concatenate([token, before], 1), extra.join)  # (queries, hidden)
         out, _ = self._pass(self._draft_layer, joined, self._step(batch, cache), None)
         return torch.from_numpy(rms_norm(out, extra.output_gain, epsilon))
 
@@ -180,15 +173,17 @@ class Glm5:
         self, layer: Layer, hidden: Floats, step: Step, selection: Selection | None
     ) -> tuple[Floats, Selection]:
         epsilon = self.config.rms_norm_eps
-        mixed = layer.inputs(hidden, gain=layer.input_gain, epsilon=epsilon)  # (queries, inputs)
-        queries = layer.queries(mixed, gain=layer.query_gain, epsilon=LATENT_EPSILON)
+        mixed = linear(
+            hidden, layer.inputs, gain=layer.input_gain, epsilon=epsilon
+        )  # (queries, inputs)
+        queries = linear(mixed, layer.queries, gain=layer.query_gain, epsilon=LATENT_EPSILON)
         if layer.indexer is not None:
             selection = self._select(layer, layer.indexer, mixed, queries, step)
         if selection is None:
             raise Bug(f"layer {layer.number} shares an index that nobody made")
         attended = self._attend(layer, mixed, queries, step, selection)  # (queries, heads * value)
-        hidden = layer.output(attended, add=hidden)  # (queries, hidden)
-        return layer.feed(hidden, layer.feed_gain, epsilon), selection
+        hidden = linear(attended, layer.output, add=hidden)  # (queries, hidden)
+        return experts(hidden, layer.feed_gain, epsilon, layer.feed), selection
 
     def _select(
         self, layer: Layer, indexer: Indexer, mixed: Floats, queries: Floats, step: Step
@@ -238,14 +233,17 @@ class Glm5:
             if not direct:
                 pool[torch.from_numpy(step.rows)] = torch.from_numpy(kept).to(pool.dtype)
         asking: Floats = np.empty((count, heads, latent + each - nope), np.float32)
-        layer.absorb(queries, 0, each, asking)  # [:, :, :latent] = nope @ key half of kv_b
+        linear_heads(
+            queries, heads, 0, each, layer.absorb, asking
+        )  # [:, :, :latent] = nope @ key half of kv_b
         rope_heads(queries, nope, each, step.angles, asking, latent)  # [:, :, latent:]
         with step.cache.reading(layer.number, "attend") as view:
             pool = view.rows["latent_rope"]
             scale = each**-0.5
             found = sparse_attention(asking, pool, step.context, selection, latent, scale)
         values: Floats = np.empty((count, heads, config.v_head_dim), np.float32)
-        layer.expand(found.reshape(count, heads * latent), 0, latent, values)
+        flat = found.reshape(count, heads * latent)
+        linear_heads(flat, heads, 0, latent, layer.expand, values)
         return values.reshape(count, heads * config.v_head_dim)
 
 
@@ -293,22 +291,21 @@ class _Reader:
         self._config = config
         self._tensors = tensors
         self._dtype = dtype
-        self._make: Arithmetic = Float32() if dtype is torch.float32 else BFloat16()
 
     def gain(self, name: str, kind: str = "weight") -> Floats:
         values: Floats = self._tensors[f"{name}.{kind}"].float().contiguous().numpy()
         return values
 
-    def head(self) -> Product:
+    def head(self) -> Packed:
         tied = self._config.tie_word_embeddings
-        return self._make.product([self._weight("model.embed_tokens" if tied else "lm_head")])
+        return _joined([self._weight("model.embed_tokens" if tied else "lm_head")])
 
     def draft(self) -> Draft:
         at = f"model.layers.{self._config.num_hidden_layers}"
         return Draft(
             token_gain=self.gain(f"{at}.enorm"),
             hidden_gain=self.gain(f"{at}.hnorm"),
-            join=self._make.product([self._weight(f"{at}.eh_proj")]),
+            join=_joined([self._weight(f"{at}.eh_proj")]),
             output_gain=self.gain(f"{at}.shared_head.norm"),
         )
 
@@ -331,41 +328,46 @@ class _Reader:
         return Layer(
             number=number,
             input_gain=self.gain(f"{at}.input_layernorm"),
-            inputs=self._make.product(inputs),
+            inputs=_joined(inputs),
             query_gain=self.gain(f"{own}.q_a_layernorm"),
-            queries=self._make.product(queries),
+            queries=_joined(queries),
             latent_gain=self.gain(f"{own}.kv_a_layernorm"),
-            absorb=self._make.heads(both[:, :nope].transpose(1, 2)),  # (heads, latent, nope)
-            expand=self._make.heads(both[:, nope:]),  # (heads, value, latent)
-            output=self._make.product([self._weight(f"{own}.o_proj")]),
+            absorb=pack(both[:, :nope].transpose(1, 2)),  # (heads, latent, nope)
+            expand=pack(both[:, nope:]),  # (heads, value, latent)
+            output=_joined([self._weight(f"{own}.o_proj")]),
             feed_gain=self.gain(f"{at}.post_attention_layernorm"),
             feed=self._feed(number, f"{at}.mlp"),
             indexer=indexer,
         )
 
-    def _feed(self, number: int, at: str) -> FeedForward:
+    def _feed(self, number: int, at: str) -> Experts:
         config = self._config
-        none = torch.empty(0, config.hidden_size)
-        if not config.is_sparse(number):
-            gate_up, down = self._expert(at)
-            how = Routing(chosen=0)
-            return self._make.feed_forward(none, none[:, 0], gate_up[None], down[None], how)
-        pairs = [self._expert(f"{at}.experts.{i}") for i in range(config.n_routed_experts)]
-        if config.n_shared_experts:
-            pairs += self._shared(f"{at}.shared_experts")
-        how = Routing(
-            chosen=config.num_experts_per_tok,
-            groups=config.n_group,
-            groups_kept=config.topk_group,
-            normalised=config.norm_topk_prob,
-            scaling=config.routed_scaling_factor,
-        )
-        return self._make.feed_forward(
-            self._tensors[f"{at}.gate.weight"],
-            self._tensors[f"{at}.gate.e_score_correction_bias"],
-            torch.stack([gate_up for gate_up, _ in pairs]),  # (experts, 2 * inner, hidden)
-            torch.stack([down for _, down in pairs]),  # (experts, hidden, inner)
+        router = torch.empty(0, config.hidden_size)
+        bias = router[:, 0]
+        how = Routing(chosen=0)
+        pairs, always = [], 1
+        if config.is_sparse(number):
+            router = self._tensors[f"{at}.gate.weight"].float()
+            bias = self._tensors[f"{at}.gate.e_score_correction_bias"].float()
+            how = Routing(
+                chosen=config.num_experts_per_tok,
+                groups=config.n_group,
+                groups_kept=config.topk_group,
+                normalised=config.norm_topk_prob,
+                scaling=config.routed_scaling_factor,
+            )
+            pairs = [self._expert(f"{at}.experts.{i}") for i in range(config.n_routed_experts)]
+            always = config.n_shared_experts
+            pairs += self._shared(f"{at}.shared_experts") if always else []
+        else:
+            pairs = [self._expert(at)]
+        return Experts(
+            pack(router),
+            bias.contiguous().numpy(),
+            pack(torch.stack([gate_up for gate_up, _ in pairs])),  # (experts, 2 * inner, hidden)
+            pack(torch.stack([down for _, down in pairs])),  # (experts, hidden, inner)
             how,
+            always,
         )
 
     def _expert(self, at: str) -> tuple[Tensor, Tensor]:
@@ -381,6 +383,11 @@ class _Reader:
 
     def _weight(self, name: str) -> Tensor:
         return self._tensors[f"{name}.weight"].to(self._dtype)
+
+
+def _joined(parts: list[Tensor]) -> Packed:
+    """One product for weights that read the same input; in float32 if a part of it must be."""
+    return pack(torch.cat(parts))
 
 
 def _rows(hidden: Tensor) -> Floats:

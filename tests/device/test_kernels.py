@@ -68,6 +68,13 @@ def test_linear(seed: int, rows: int, inputs: int, outputs: int, dressed: bool) 
     assert np.array_equal(linear(x[-1:].numpy(), pack(weight), 3, bare[0], 1e-5, one), found[-1:])
 
 
+def test_linear_with_a_bfloat16_weight() -> None:
+    """The weight is widened exactly: the same bits as with its float32 copy."""
+    x, weight = noise(0, 9, 50), noise(1, 100, 50).bfloat16()
+    found = linear(x.numpy(), pack(weight))
+    assert np.array_equal(found, linear(x.numpy(), pack(weight.float())))
+
+
 def test_linear_over_several_blocks_of_rows() -> None:
     x, weight, gain = noise(0, 700, 40), noise(1, 70, 40), noise(2, 40)
     found = linear(x.numpy(), pack(weight), 0, gain.numpy(), 1e-6)

@@ -10,12 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from stanchion.core.errors import ConfigError
-
 
 def alone(small_engine: Any, model: Any, tokens: list[int], chunk: int) -> tuple[Tensor, Tensor]:
     """A request by itself: its target rows and its draft rows."""
-    engine = small_engine(model, seed=chunk)
+    engine = small_engine(model, pages=1500, seed=chunk)
     session = engine.start(len(tokens))
     target, drafted = [], []
     before = model.no_hidden(1)
@@ -48,7 +46,7 @@ def mixed_batches(seed: int, model: Any, small_engine: Any, requests: int, longe
     random = np.random.default_rng(seed)
     texts = [random.integers(0, 96, random.integers(2, longest)).tolist() for _ in range(requests)]
     wanted = [alone(small_engine, model, text, 64) for text in texts]
-    engine = small_engine(model, seed=seed)
+    engine = small_engine(model, pages=1500, seed=seed)
     sessions = [engine.start(len(text) + 8) for text in texts]
     before = [model.no_hidden(1) for _ in texts]
     while any(len(one.tokens) < len(text) for one, text in zip(sessions, texts)):
@@ -92,9 +90,12 @@ def test_many_batches_change_no_bit(
     mixed_batches(seed, model, small_engine, requests=9, longest=300)
 
 
-def test_bfloat16_cannot_promise_it(make_pair: Callable[..., Any]) -> None:
-    with pytest.raises(ConfigError, match="deterministic"):
-        make_pair().ours(dtype=torch.bfloat16, deterministic=True)
+@pytest.mark.parametrize("index_keys", ["same", "fp8"])
+def test_narrow_rows_change_no_bit_either(
+    index_keys: str, make_pair: Callable[..., Any], small_engine: Any
+) -> None:
+    model = make_pair().ours(draft=True, dtype=torch.bfloat16, index_keys=index_keys)
+    mixed_batches(7, model, small_engine, requests=4, longest=60)
 
 
 def test_a_rewritten_prefix_row_is_not_needed(

@@ -82,7 +82,7 @@ def select(
 ) -> Selection:
     """Index queries are mixed[:, query_start:], a head after another, not yet roped; head weights
     are weights[:, weight_start : weight_start + heads]. Keys: (pool rows, width), any dtype of the
-    schema; scales (pool rows, 1) where they are fp8."""
+    schema; scales (pool rows, 1) if they are fp8."""
     queries = len(context.positions)
     positions: Places = np.empty((queries, min(top, context.longest)), np.int32)
     counts: Places = np.empty(queries, np.int32)
@@ -178,17 +178,13 @@ LOWEST = np.int32(-(2**31))
 
 
 @compiled
-def widen(rows, start, values, out, at, count):  # type: ignore[no-untyped-def]
-    """out[at : at + count] = rows[start : start + count], whatever the dtype, in float32."""
+def value_at(rows, place, values):  # type: ignore[no-untyped-def]
+    """One element in float32, whatever the dtype; `values` are those of fp8."""
     if rows.itemsize == 4:
-        for i in range(count):
-            out[at + i] = np.float32(rows[start + i])
-    elif rows.itemsize == 2:
-        for i in range(count):
-            out[at + i] = unbits(np.int32(np.int32(rows[start + i]) << np.int32(16)))
-    else:
-        for i in range(count):
-            out[at + i] = values[np.int64(rows[start + i]) & 255]
+        return np.float32(rows[place])
+    if rows.itemsize == 2:
+        return unbits(np.int32(np.int32(rows[place]) << np.int32(16)))
+    return values[np.int64(rows[place]) & 255]
 
 
 @compiled
@@ -299,7 +295,7 @@ def _score(  # type: ignore[no-untyped-def]
     """Scores of successive queries of one request; one that takes all is left out."""
     groups, width = turned.shape[1:3]
     end = positions[-1] + 1
-    direct = keys.itemsize == 4
+    direct = keys.itemsize > 1  # fp8 goes through a widened block
     offsets = np.empty(end + KEYS + AHEAD, np.int64)
     _place(table, page_tokens, width, offsets)
     block = np.empty(0 if direct else KEYS * width, np.float32)
@@ -309,10 +305,8 @@ def _score(  # type: ignore[no-untyped-def]
         if not direct:
             for i in range(min(KEYS, end - first)):
                 at = offsets[first + i]
-                widen(keys, at, values, block, i * width, width)
-                if scales.size:
-                    for k in range(width):
-                        block[i * width + k] *= scales[at // width]
+                for k in range(width):
+                    block[i * width + k] = value_at(keys, at + k, values) * scales[at // width]
         for query in range(positions.size):
             length = positions[query] + 1
             count = min(KEYS, length - first)
@@ -357,7 +351,7 @@ def _score_run(  # type: ignore[no-untyped-def]
     for i in range(0, count, 8):
         if soon:
             for key in range(at + i + AHEAD, at + i + AHEAD + 8):
-                for line in range(0, width, 16):
+                for line in range(0, width, 64 // keys.itemsize):
                     fetch(keys, offsets[key] + line)
         if lanes == 4:
             _tile_4(keys, offsets, at + i, turned, weighing, scores, query, group, place + i)

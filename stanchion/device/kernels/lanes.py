@@ -4,8 +4,8 @@
 ascending k; so its bits are fixed by its terms, and tile sizes, batch and machine load cannot
 change them. The tiles below hold such chains in vector registers. NaN and infinity pass through.
 
-Tiles take whole arrays, which so outlive them, and places in them as offsets in float32 elements.
-They check nothing: their callers own the bounds.
+Tiles take whole arrays, which so outlive them, and places in them as offsets in elements. They
+check nothing: their callers own the bounds. What they read may be bfloat16, as uint16.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 FLOAT = ir.FloatType()
+INT16 = ir.IntType(16)
 INT32 = ir.IntType(32)
 INT64 = ir.IntType(64)
 CODES = 64  # that `count_at_least` reads at a time
@@ -54,8 +55,22 @@ def _pick(builder: Any, first: Any, second: Any, places: list[int]) -> Any:
 
 
 def _load(builder: Any, pointer: Any, lanes: int) -> Any:
-    wide = builder.bitcast(pointer, ir.VectorType(FLOAT, lanes).as_pointer())
-    return builder.load(wide, align=4)
+    """Lanes of float32, or of bfloat16 bits, which are float32's upper half: exact."""
+    element = pointer.type.pointee
+    wide = builder.bitcast(pointer, ir.VectorType(element, lanes).as_pointer())
+    loaded = builder.load(wide, align=4 if element == FLOAT else 2)
+    if element == FLOAT:
+        return loaded
+    whole = ir.VectorType(INT32, lanes)
+    upper = builder.shl(builder.zext(loaded, whole), ir.Constant(whole, [16] * lanes))
+    return builder.bitcast(upper, ir.VectorType(FLOAT, lanes))
+
+
+def _scalar(builder: Any, pointer: Any) -> Any:
+    loaded = builder.load(pointer)
+    if pointer.type.pointee == FLOAT:
+        return loaded
+    return builder.bitcast(builder.shl(builder.zext(loaded, INT32), INT32(16)), FLOAT)
 
 
 def _store(builder: Any, vector: Any, pointer: Any) -> None:
@@ -63,7 +78,9 @@ def _store(builder: Any, vector: Any, pointer: Any) -> None:
 
 
 def _start(context: Any, builder: Any, kind: Any, array: Any, element: Any = FLOAT) -> Any:
-    """Where an array's elements begin."""
+    """Where an array's elements begin: float32 unless said otherwise, or bfloat16 as uint16."""
+    if kind.dtype == types.uint16:
+        element = INT16
     made = context.make_array(kind)(context, builder, array)
     return builder.bitcast(made.data, element.as_pointer())
 
@@ -107,7 +124,7 @@ def _fetch(typing: Any, array: Any, at: Any) -> Any:
 
 
 # The typed faces of these: Python never runs them, compiled functions do. `fetch(array, at)` asks
-# for the cache line of a float32 that will be read soon: pages lie where no hardware guesses them.
+# for the cache line of an element that will be read soon: pages lie where no hardware guesses.
 fused = cast(Callable[[Any, Any, Any], Any], _fused)
 bits = cast(Callable[[Any], Any], _bits)
 unbits = cast(Callable[[Any], Any], _unbits)
@@ -132,7 +149,7 @@ def _chains(builder: Any, rows: list[Any], right: Any, terms: Any, shape: tuple[
     loaded = [_load(builder, place, lanes) for place in right(k)]
     following = []
     for row, kept in zip(rows, held):
-        value = _splat(builder, builder.load(builder.gep(row, [k])), lanes)
+        value = _splat(builder, _scalar(builder, builder.gep(row, [k])), lanes)
         following.append([_fma(builder, value, one, before) for one, before in zip(loaded, kept)])
     stepped = builder.add(k, INT64(1))
     k.add_incoming(stepped, body)

@@ -1,7 +1,8 @@
 """A row times a weight: each output is one chain over the inputs, whatever else is in the batch.
 
 Weights are packed once into panels of 64 outputs, so that a tile streams them in order. On the CPU
-this is both the fast form and the deterministic one.
+this is both the fast form and the deterministic one. Weights in bfloat16 are widened, exactly, as
+they are read: they halve the memory, and the arithmetic is float32 all the same.
 """
 
 from __future__ import annotations
@@ -28,22 +29,19 @@ _tile_1 = product_tile(1, 4, 16)
 class Packed:
     """One weight, or a stack of equal ones: (..., panels, inputs, 64), padded with zeros."""
 
-    panels: Floats
+    panels: NDArray[np.float32] | NDArray[np.uint16]  # uint16: the bits of bfloat16
     outputs: int
-
-    @property
-    def inputs(self) -> int:
-        return int(self.panels.shape[-2])
 
 
 def pack(weight: Tensor) -> Packed:
-    """(..., outputs, inputs) -> panels."""
+    """(..., outputs, inputs) -> panels. float32 and bfloat16 stay what they are."""
     outputs, inputs = weight.shape[-2:]
     panels = -(-outputs // PANEL)
-    padded = torch.zeros(*weight.shape[:-2], panels * PANEL, inputs)
+    padded = torch.zeros(*weight.shape[:-2], panels * PANEL, inputs, dtype=weight.dtype)
     padded[..., :outputs, :] = weight
-    split = padded.view(*weight.shape[:-2], panels, PANEL, inputs).transpose(-1, -2)
-    return Packed(split.contiguous().numpy(), outputs)
+    split = padded.view(*weight.shape[:-2], panels, PANEL, inputs).transpose(-1, -2).contiguous()
+    narrow = weight.dtype is torch.bfloat16
+    return Packed((split.view(torch.uint16) if narrow else split.float()).numpy(), outputs)
 
 
 def linear(

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from stanchion.device.kernels.index_select import (
-    NO_VALUES,
     Context,
     Selection,
     plain_bits,
-    widen,
+    value_at,
 )
 from stanchion.device.kernels.lanes import (
     compiled,
@@ -56,7 +55,6 @@ def sparse_attention(
         selection.counts,
         lanes,
         np.float32(scale),
-        NO_VALUES,
         out,
     )
     return out
@@ -95,13 +93,11 @@ def _sparse_attention(  # type: ignore[no-untyped-def]
     counts,
     lanes,
     scale,
-    values,
     out,
 ):
     count, heads, width = queries.shape
     groups = (heads + lanes - 1) // lanes
     most = (chosen.shape[1] + 15) // 16 * 16
-    direct = rows.itemsize == 4
     offsets = np.zeros((2, most), np.int64)  # of this query's rows, and of the next one's
     turned = np.zeros((groups, width, lanes), np.float32)
     scores = np.empty(most * lanes, np.float32)
@@ -109,8 +105,6 @@ def _sparse_attention(  # type: ignore[no-untyped-def]
     shares = np.empty((heads, most), np.float32)
     inverse = np.empty(heads, np.float32)
     parts = np.empty(16, np.float32)
-    block = np.empty(0 if direct else most * width, np.float32)
-    packed = np.arange(most) * width
     request = 0
     for following in range(count + 1):
         if following < count:
@@ -130,25 +124,16 @@ def _sparse_attention(  # type: ignore[no-untyped-def]
             continue
         mine, ahead = offsets[query & 1], offsets[following & 1]
         chosen_rows = np.int64(counts[query])
-        if not direct:
-            for i in range(chosen_rows):
-                widen(rows, mine[i], values, block, i * width, width)
         for head in range(heads):
             for k in range(width):
                 turned[head // lanes, k, head % lanes] = queries[query, head, k] * scale
         for group in range(groups):
-            if direct:
-                _row_scores(rows, mine, ahead, turned, group, chosen_rows, scores, places)
-            else:
-                _row_scores(block, packed, packed, turned, group, chosen_rows, scores, places)
+            _row_scores(rows, mine, ahead, turned, group, chosen_rows, scores, places)
             for head in range(group * lanes, min(heads, (group + 1) * lanes)):
                 for i in range(chosen_rows):
                     shares[head, i] = scores[i * lanes + head - group * lanes]
                 inverse[head] = _soften(shares[head], chosen_rows, parts)
-        if direct:
-            _weigh(rows, mine, chosen_rows, shares, out, query)
-        else:
-            _weigh(block, packed, chosen_rows, shares, out, query)
+        _weigh(rows, mine, chosen_rows, shares, out, query)
         for head in range(heads):
             for d in range(out.shape[2]):
                 out[query, head, d] *= inverse[head]
@@ -172,7 +157,7 @@ def _row_scores(rows, mine, ahead, turned, group, count, out, places):  # type: 
     for i in range(0, count, 8):
         if group == 0:
             for row in range(i, i + 8):
-                for line in range(0, width, 16):
+                for line in range(0, width, 64 // rows.itemsize):
                     fetch(rows, ahead[row] + line)
         if lanes == 4:
             _scores_4(rows, mine, turned, right_at, lanes, width, out, 0, places, i)
@@ -249,5 +234,5 @@ def _weigh_rest(rows, offsets, count, shares, first, out):  # type: ignore[no-un
     for d in range(first, out.size):
         total = np.float32(0)
         for i in range(count):
-            total = fused(shares[i], rows[offsets[i] + d], total)
+            total = fused(shares[i], value_at(rows, offsets[i] + d, shares), total)
         out[d] = total

@@ -1,0 +1,47 @@
+import numpy as np
+import pytest
+import torch
+
+from stanchion.device.kernels.choose import (
+    draw,
+    draw_plain,
+    log_norms,
+    log_norms_plain,
+    soften,
+    soften_plain,
+)
+
+
+def logits(rows: int, width: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)) * 6
+
+
+@pytest.mark.parametrize("width", [1, 5, 16, 31, 272, 2048])
+def test_they_equal_their_references(width: int) -> None:
+    said = logits(7, width)
+    heat = torch.linspace(0.3, 2.0, 7)
+    chances = soften(said.numpy(), heat.numpy())
+    torch.testing.assert_close(torch.from_numpy(chances), soften_plain(said, heat))
+    torch.testing.assert_close(torch.from_numpy(log_norms(said.numpy())), log_norms_plain(said))
+    points = np.random.default_rng(2).random(7)
+    expected = draw_plain(torch.from_numpy(chances), torch.from_numpy(points))
+    assert draw(chances, points).tolist() == expected.tolist()
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    said = logits(9, 2048)
+    heat = np.full(9, 0.7, np.float32)
+    together = soften(said.numpy(), heat)
+    norms = log_norms(said.numpy())
+    for row in range(9):
+        alone = said[row : row + 1].numpy()
+        assert (soften(alone, heat[:1]) == together[row]).all()
+        assert (log_norms(alone) == norms[row]).all()
+
+
+def test_what_is_banned_has_no_chance_at_all() -> None:
+    said = np.array([[0.0, -np.inf, 1.0, -np.inf]], np.float32)
+    chances = soften(said, np.ones(1, np.float32))
+    assert chances[0, 1] == chances[0, 3] == 0.0
+    assert draw(chances, np.array([np.nextafter(1.0, 0.0)])).tolist() == [2]
+    assert draw(chances, np.array([0.0])).tolist() == [0]
