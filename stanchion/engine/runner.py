@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stanchion.core.messages import TopToken
+from stanchion.device.kernels.choose import finite
 from stanchion.device.stream import Pages, Stream, View
 from stanchion.engine.batch import Ints, Tables, Written
 from stanchion.engine.request import Ahead
@@ -181,11 +182,11 @@ class _Flight:
 
     def judge(self, hidden: Tensor) -> None:
         """Check that rows are finite, score prompts, and let each window choose its tokens."""
-        finite = _finite(hidden)
+        sound = _finite(hidden)
         first, lanes, rows = 0, [], []
         for one in self.landed:
             past = first + one.piece.count
-            if not finite[first:past].all():
+            if not sound[first:past].all():
                 one.suspect = "the hidden state of a row is not finite"
             else:
                 if one.piece.request.wants_scores:
@@ -199,10 +200,10 @@ class _Flight:
 
     def _choose(self, lanes: list[Landed], hidden: Tensor) -> None:
         logits = self._model.logits(hidden)
-        finite = _finite(logits)
+        sound = _finite(logits)
         sizes = [len(self._windows[id(one)].asks) for one in lanes]
         starts = np.cumsum(sizes) - sizes
-        fit = [bool(finite[low : low + size].all()) for low, size in zip(starts, sizes)]
+        fit = [bool(sound[low : low + size].all()) for low, size in zip(starts, sizes)]
         if not all(fit):
             kept = [
                 torch.arange(low, low + size) for low, size, ok in zip(starts, sizes, fit) if ok
@@ -288,9 +289,9 @@ class _Flight:
             return
         last = hidden[torch.from_numpy(ends[goes_on])]
         logits = self._model.draft_logits(last)
-        finite = _finite(logits)
+        sound = _finite(logits)
         for row, at in enumerate(goes_on):
-            if not finite[row]:
+            if not sound[row]:
                 lanes[at].suspect = "a row of draft logits is not finite"
             lanes[at].ahead = Ahead(last[row : row + 1], logits[row : row + 1])
 
@@ -343,6 +344,4 @@ def _goes_on(one: Landed) -> bool:
 def _finite(rows: Tensor) -> NDArray[np.bool_]:
     if not rows.is_floating_point():
         return np.ones(len(rows), np.bool_)
-    # A sum is not finite where an element is not; an overflow to Inf would be suspect as well.
-    finite: NDArray[np.bool_] = torch.isfinite(rows.sum(1, dtype=torch.float32)).numpy()
-    return finite
+    return finite(rows.float().numpy())

@@ -28,7 +28,6 @@ from stanchion.device.kernels import choose
 Uniform = Literal["draft", "accept", "recover"]
 _STREAMS: dict[Uniform, int] = {"draft": 1, "accept": 2, "recover": 3}
 _MASK = (1 << 64) - 1
-Words = NDArray[np.uint64]
 Doubles = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -82,18 +81,9 @@ class Chosen:
 
 
 def uniforms(seeds: Sequence[int], stream: Uniform, places: Sequence[int]) -> Doubles:
-    """Numbers in [0, 1) that only seed, stream and place decide (splitmix64 of each in turn)."""
-    seed = np.array([one & _MASK for one in seeds], np.uint64)
-    words = _spread(_spread(seed) ^ np.uint64(_STREAMS[stream] << 56))
-    words = _spread(words + np.array(places, np.uint64))
-    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _spread(words: Words) -> Words:
-    words = words + np.uint64(0x9E3779B97F4A7C15)
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
+    """Numbers in [0, 1) that only seed, stream and place decide."""
+    words = np.array([one & _MASK for one in seeds], np.uint64)
+    return choose.uniforms(words, _STREAMS[stream], np.array(places, np.uint64))
 
 
 def draft(logits: Tensor, asks: Sequence[Ask]) -> tuple[list[int], list[Tensor | None]]:

@@ -5,10 +5,14 @@ import torch
 from stanchion.device.kernels.choose import (
     draw,
     draw_plain,
+    finite,
+    finite_plain,
     log_norms,
     log_norms_plain,
     soften,
     soften_plain,
+    uniforms,
+    uniforms_plain,
 )
 
 
@@ -45,3 +49,19 @@ def test_what_is_banned_has_no_chance_at_all() -> None:
     assert chances[0, 1] == chances[0, 3] == 0.0
     assert draw(chances, np.array([np.nextafter(1.0, 0.0)])).tolist() == [2]
     assert draw(chances, np.array([0.0])).tolist() == [0]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_every_place_of_a_row_is_looked_at(bad: float) -> None:
+    for at in range(40):
+        rows = np.zeros((3, 40), np.float32)
+        rows[1, at] = bad
+        assert finite(rows).tolist() == finite_plain(torch.from_numpy(rows)).tolist()
+        assert finite(rows).tolist() == [True, False, True]
+
+
+def test_uniforms_equal_their_reference() -> None:
+    seeds = np.array([0, 1, 2**64 - 1, 2**63], np.uint64)
+    places = np.array([0, 1, 2, 2**40], np.uint64)
+    for stream in (1, 2, 3):
+        assert uniforms(seeds, stream, places).tolist() == uniforms_plain(seeds, stream, places)

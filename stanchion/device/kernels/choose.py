@@ -1,4 +1,4 @@
-"""Rows of logits to probabilities, to a token, and to log-probabilities, in one pass each.
+"""What choosing a token takes: probabilities, draws, log-probabilities, uniforms, NaN checks.
 
 Sums run in 16 fixed lanes, so a row's result depends on nothing but the row.
 """
@@ -16,6 +16,7 @@ from stanchion.device.kernels.lanes import compiled, exponential
 from stanchion.device.kernels.linear import Floats
 
 Doubles = NDArray[np.float64]
+Words = NDArray[np.uint64]
 LOWEST = np.float32(-87.0)  # below this the exponential is no normal number: it counts as 0
 
 
@@ -52,6 +53,62 @@ def log_norms(logits: Floats) -> Floats:
 
 def log_norms_plain(logits: Tensor) -> Tensor:
     return torch.logsumexp(logits, 1)
+
+
+def finite(rows: Floats) -> NDArray[np.bool_]:
+    """Which rows hold neither NaN nor infinity."""
+    out = np.empty(len(rows), np.bool_)
+    _finite(rows, out)
+    return out
+
+
+def finite_plain(rows: Tensor) -> Tensor:
+    return torch.isfinite(rows).all(1)
+
+
+def uniforms(seeds: Words, stream: int, places: Words) -> Doubles:
+    """A number in [0, 1) for each seed and place: splitmix64 of seed, stream and place in turn."""
+    out: Doubles = np.empty(len(seeds), np.float64)
+    _uniforms(seeds, np.uint64(stream << 56), places, out)
+    return out
+
+
+def uniforms_plain(seeds: Words, stream: int, places: Words) -> list[float]:
+    mask = (1 << 64) - 1
+
+    def spread(word: int) -> int:
+        word = (word + 0x9E3779B97F4A7C15) & mask
+        word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & mask
+        return word ^ (word >> 31)
+
+    words = [spread(spread(int(seed)) ^ (stream << 56)) for seed in seeds]
+    words = [spread((word + int(place)) & mask) for word, place in zip(words, places)]
+    return [(word >> 11) * 2.0**-53 for word in words]
+
+
+@compiled
+def _finite(rows, out):  # type: ignore[no-untyped-def]
+    for row in range(len(rows)):
+        sound = True
+        for at in range(rows.shape[1]):
+            sound &= np.isfinite(rows[row, at])
+        out[row] = sound
+
+
+@compiled
+def _spread(word):  # type: ignore[no-untyped-def]
+    word = word + np.uint64(0x9E3779B97F4A7C15)
+    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return word ^ (word >> np.uint64(31))
+
+
+@compiled
+def _uniforms(seeds, stream, places, out):  # type: ignore[no-untyped-def]
+    for at in range(len(seeds)):
+        word = _spread(_spread(_spread(seeds[at]) ^ stream) + places[at])
+        out[at] = np.float64(word >> np.uint64(11)) * 2.0**-53
 
 
 @compiled

@@ -128,7 +128,8 @@ def _sparse_attention(  # type: ignore[no-untyped-def]
             for k in range(width):
                 turned[head // lanes, k, head % lanes] = queries[query, head, k] * scale
         for group in range(groups):
-            _row_scores(rows, mine, ahead, turned, group, chosen_rows, scores, places)
+            soon = group == 0 and following < count
+            _row_scores(rows, mine, ahead, soon, turned, group, chosen_rows, scores, places)
             for head in range(group * lanes, min(heads, (group + 1) * lanes)):
                 for i in range(chosen_rows):
                     shares[head, i] = scores[i * lanes + head - group * lanes]
@@ -150,12 +151,12 @@ def _find(chosen, count, table, page_tokens, width, offsets):  # type: ignore[no
 
 
 @compiled
-def _row_scores(rows, mine, ahead, turned, group, count, out, places):  # type: ignore[no-untyped-def]
-    """out[i, lane] for one group of heads and every chosen row. Asks for the next query's rows."""
+def _row_scores(rows, mine, ahead, soon, turned, group, count, out, places):  # type: ignore[no-untyped-def]
+    """out[i, lane] for one group of heads and every chosen row; with `soon`, ask for rows ahead."""
     width, lanes = turned.shape[1:]
     right_at = group * width * lanes
     for i in range(0, count, 8):
-        if group == 0:
+        if soon:
             for row in range(i, i + 8):
                 for line in range(0, width, 64 // rows.itemsize):
                     fetch(rows, ahead[row] + line)
