@@ -7,7 +7,7 @@ would have changed the answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -253,7 +253,9 @@ def ask(
     choices_max = min(CHOICES_MAX * 2, limits.choices_max)
     if n * len(prompts) > choices_max:
         raise RequestRejected("n", f"{n * len(prompts)} answers asked for; at most {choices_max}")
-    sampling = tuple(_sampling(body, len(prompt), limits) for prompt in prompts)
+    sampling = tuple(
+        _sampling(body, len(prompt), vocabulary.defaults, limits) for prompt in prompts
+    )
     if n * sum(one.max_tokens for one in sampling) > limits.generated_tokens_max:
         raise RequestRejected(
             "n", f"answers times max_tokens is over the bound of {limits.generated_tokens_max}"
@@ -291,13 +293,16 @@ def _style(body: Shared, sampling: Sampling, vocabulary: Vocabulary, limits: Lim
     )
 
 
-def _sampling(body: ChatBody | CompletionBody, prompt: int, limits: Limits) -> Sampling:
+def _sampling(
+    body: ChatBody | CompletionBody, prompt: int, defaults: Mapping[str, float], limits: Limits
+) -> Sampling:
     max_tokens = _max_tokens(body, prompt, limits)
-    given = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    said = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    given: dict[str, Any] = {**defaults, **said}
     if body.min_tokens is not None and body.min_tokens > max_tokens:
         raise RequestRejected("min_tokens", f"at most max_tokens, which is {max_tokens}")
-    if body.top_k is not None and body.top_k > 0:
-        given["top_k"] = body.top_k
+    if body.top_k is not None:
+        given["top_k"] = body.top_k if body.top_k > 0 else None
     if body.logit_bias:
         given["logit_bias"] = _bias(body.logit_bias, limits)
     if body.stop_token_ids:

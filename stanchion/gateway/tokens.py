@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jinja2
+import msgspec
 from tokenizers import Tokenizer
 
 from stanchion.core.errors import ConfigError, RequestRejected
+from stanchion.core.request import Sampling
 from stanchion.gateway.template import ChatTemplate
 
 SMALL_TEXT_CHARACTERS = 4096  # up to here encoding takes no longer than a thread switch is worth
@@ -37,6 +39,7 @@ class Vocabulary:
     eos_ids: tuple[int, ...]
     encoder: Encoder = field(repr=False)
     template: ChatTemplate | None = None
+    defaults: Mapping[str, float] = field(default_factory=dict)  # the checkpoint's own sampling
 
     @property
     def size(self) -> int:
@@ -58,6 +61,7 @@ class Vocabulary:
 
 # ---- the built-in one -----------------------------------------------------------------------
 
+DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 BYTE_SPECIALS = ("<|endoftext|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>")
 BYTE_VOCABULARY_SIZE = 272
 _PLAIN_TEMPLATE = (
@@ -106,6 +110,7 @@ def load_vocabulary(folder: str | Path) -> Vocabulary:
         eos_ids=_eos_ids(folder, config, added),
         encoder=_encoder(Tokenizer.from_str(text)),
         template=_template(folder, config),
+        defaults=_defaults(folder),
     )
 
 
@@ -177,6 +182,17 @@ def _eos_ids(folder: Path, config: dict[str, Any], added: dict[int, Any]) -> tup
             return tuple(found) if isinstance(found, list) else (int(found),)
     name = _content(config.get("eos_token"))
     return tuple(number for number, token in added.items() if token["content"] == name)
+
+
+def _defaults(folder: Path) -> dict[str, float]:
+    """What generation_config.json says for fields that a request leaves out, as vLLM does."""
+    said = _read(folder / "generation_config.json")
+    found = {name: said[name] for name in DEFAULTS if said.get(name) is not None}
+    try:
+        msgspec.convert({"max_tokens": 0, **found}, Sampling)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{folder}/generation_config.json: {error}") from None
+    return found
 
 
 def _template(folder: Path, config: dict[str, Any]) -> ChatTemplate | None:
