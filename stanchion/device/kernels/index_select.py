@@ -49,11 +49,14 @@ class Context:
     tables: Places  # (pages of all requests,)
     table_starts: Integers  # (requests + 1,)
     page_tokens: int
+    arrays: tuple[Integers, Integers, Places, Integers] = field(init=False)  # the four above
     longest: int = field(init=False)  # rows of the longest context
     widest: int = field(init=False)  # queries of the widest request
 
     def __post_init__(self) -> None:
         """Worked out once a pass, for all layers."""
+        arrays = (self.positions, self.starts, self.tables, self.table_starts)
+        object.__setattr__(self, "arrays", arrays)
         longest = int(self.positions.max()) + 1 if len(self.positions) else 0
         object.__setattr__(self, "longest", longest)
         widest = int(np.diff(self.starts).max()) if len(self.starts) > 1 else 0
@@ -93,29 +96,10 @@ def select(
     width = int(keys.shape[1])
     scale = np.float32(width**-0.5 * heads**-0.5)
     held = max(1, min(QUERIES, SCORES // context.longest, context.widest))
-    _select(
-        mixed,
-        query_start,
-        heads,
-        lanes,
-        weights,
-        weight_start,
-        scale,
-        angles,
-        plain_bits(keys),
-        NO_VALUES if scales is None else scales.view(-1).numpy(),
-        byte_values(keys),
-        width,
-        context.positions,
-        context.starts,
-        context.tables,
-        context.table_starts,
-        context.page_tokens,
-        top,
-        held,
-        positions,
-        counts,
-    )
+    asked = (mixed, query_start, heads, lanes, weights, weight_start, scale, angles)
+    fp8_scales = NO_VALUES if scales is None else scales.view(-1).numpy()
+    kept = (plain_bits(keys), fp8_scales, byte_values(keys), width)
+    _select(asked, kept, context.arrays, context.page_tokens, top, held, positions, counts)
     return Selection(positions, counts)
 
 
@@ -196,29 +180,9 @@ def _take_all(positions, chosen, counts):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _select(  # type: ignore[no-untyped-def]
-    mixed,
-    query_start,
-    heads,
-    lanes,
-    weights,
-    weight_start,
-    scale,
-    angles,
-    keys,
-    scales,
-    values,
-    width,
-    positions,
-    starts,
-    tables,
-    table_starts,
-    page_tokens,
-    top,
-    held,
-    chosen,
-    counts,
-):
+def _select(asked, kept, arrays, page_tokens, top, held, chosen, counts):  # type: ignore[no-untyped-def]
+    positions, starts, tables, table_starts = arrays
+    heads, lanes, width = asked[2], asked[3], kept[3]
     groups = (heads + lanes - 1) // lanes
     turned = np.zeros((held, groups, width, lanes), np.float32)
     weighing = np.zeros((held, groups, lanes), np.float32)
@@ -231,31 +195,8 @@ def _select(  # type: ignore[no-untyped-def]
         while first < starts[request + 1]:
             last = min(first + held, starts[request + 1])
             for query in range(first, last):
-                _turn(
-                    mixed,
-                    query_start,
-                    heads,
-                    lanes,
-                    weights,
-                    weight_start,
-                    scale,
-                    angles,
-                    query,
-                    turned[query - first],
-                    weighing[query - first],
-                )
-            _score(
-                keys,
-                scales,
-                values,
-                table,
-                page_tokens,
-                positions[first:last],
-                top,
-                turned,
-                weighing,
-                scores,
-            )
+                _turn(asked, query, turned[query - first], weighing[query - first])
+            _score(kept, table, page_tokens, positions[first:last], top, turned, weighing, scores)
             for query in range(first, last):
                 length = positions[query] + 1
                 if length <= top:
@@ -268,10 +209,9 @@ def _select(  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _turn(  # type: ignore[no-untyped-def]
-    mixed, query_start, heads, lanes, weights, weight_start, scale, angles, query, turned, weighing
-):
+def _turn(asked, query, turned, weighing):  # type: ignore[no-untyped-def]
     """One query's index vectors, roped, as (groups, width, lanes), and its scaled head weights."""
+    mixed, query_start, heads, lanes, weights, weight_start, scale, angles = asked
     width = turned.shape[1]
     rope = angles.shape[1]
     flat = mixed.reshape(-1)
@@ -289,11 +229,10 @@ def _turn(  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _score(  # type: ignore[no-untyped-def]
-    keys, scales, values, table, page_tokens, positions, top, turned, weighing, scores
-):
+def _score(kept, table, page_tokens, positions, top, turned, weighing, scores):  # type: ignore[no-untyped-def]
     """Scores of successive queries of one request; one that takes all is left out."""
-    groups, width = turned.shape[1:3]
+    keys, scales, values, width = kept
+    groups = turned.shape[1]
     end = positions[-1] + 1
     direct = keys.itemsize > 1  # fp8 goes through a widened block
     offsets = np.empty(end + KEYS + AHEAD, np.int64)

@@ -47,9 +47,7 @@ def sparse_attention(
     _sparse_attention(
         queries,
         plain_bits(rows),
-        context.starts,
-        context.tables,
-        context.table_starts,
+        context.arrays,
         context.page_tokens,
         selection.positions,
         selection.counts,
@@ -83,18 +81,9 @@ def sparse_attention_plain(
 
 @compiled
 def _sparse_attention(  # type: ignore[no-untyped-def]
-    queries,
-    rows,
-    starts,
-    tables,
-    table_starts,
-    page_tokens,
-    chosen,
-    counts,
-    lanes,
-    scale,
-    out,
+    queries, rows, arrays, page_tokens, chosen, counts, lanes, scale, out
 ):
+    _, starts, tables, table_starts = arrays
     count, heads, width = queries.shape
     groups = (heads + lanes - 1) // lanes
     most = (chosen.shape[1] + 15) // 16 * 16
@@ -111,14 +100,8 @@ def _sparse_attention(  # type: ignore[no-untyped-def]
             while following >= starts[request + 1]:
                 request += 1
             table = tables[table_starts[request] : table_starts[request + 1]]
-            _find(
-                chosen[following],
-                counts[following],
-                table,
-                page_tokens,
-                width,
-                offsets[following & 1],
-            )
+            places_of, wanted = chosen[following], counts[following]
+            _find(places_of, wanted, table, page_tokens, width, offsets[following & 1])
         query = following - 1
         if query < 0:
             continue

@@ -1,0 +1,215 @@
+"""The handoff of one request's KV from a prefill worker to a decode worker. No I/O here.
+
+Each end is a function (state, event) -> (state, effects). A worker performs the effects and feeds
+back what comes of them; the checker does the same with a wire and a transport that it controls.
+
+A handoff is many one-sided writes (a chunk, a layer, a rank each) into pages that decode pinned,
+from pages that prefill pinned. The promise: a page is unpinned, at either end, only when no write
+of this handoff is in flight or can still begin. Evidence of that is the writer's word (Written,
+Drained) or a fence that the transport vouches for (PeerFenced). Time passing is not: a deadline
+asks, and then fences.
+
+Messages may be lost, repeated and reordered. Decode asks again on every tick until it is answered;
+prefill answers from where it stands, for as long as it may be asked. A Cancel that overtakes its
+Offer closes the handoff, so that the Offer finds it closed. Handoffs are told apart by number, and
+incarnations of a process by the link: a message to or from an earlier one never gets here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from stanchion.core.errors import Bug
+
+# ---- on the wire ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Decode to prefill: write here."""
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Decode to prefill: I no longer want it. Answered by Written or Drained."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """Prefill to decode: every byte is in place, and I will not write again."""
+
+
+@dataclass(frozen=True)
+class Drained:
+    """Prefill to decode: not all bytes are in place, and I will not write again."""
+
+
+Message = Offer | Cancel | Written | Drained
+
+# ---- from a worker to its own end -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Computed:
+    """These rows are ready on prefill: write number `write` may start."""
+
+    write: int
+
+
+@dataclass(frozen=True)
+class WriteEnded:
+    """The transport is done with this write; `whole` if every byte is in place."""
+
+    write: int
+    whole: bool = True
+
+
+@dataclass(frozen=True)
+class Abort:
+    """The client left, a deadline passed, the request was rejected, preempted or drained."""
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time to ask again."""
+
+
+@dataclass(frozen=True)
+class Overdue:
+    """The peer did not answer in time. Asks for a fence; proves nothing."""
+
+
+@dataclass(frozen=True)
+class PeerFenced:
+    """The transport vouches: nothing of this peer is in flight, and nothing can begin."""
+
+
+# ---- effects --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Send:
+    message: Message
+
+
+@dataclass(frozen=True)
+class StartWrite:
+    write: int
+
+
+@dataclass(frozen=True)
+class CutWrites:
+    """Ask the transport to stop early, and the runner to compute no further chunk."""
+
+
+@dataclass(frozen=True)
+class Unpin:
+    """This end's pages: nothing of the handoff touches them any more."""
+
+
+@dataclass(frozen=True)
+class Admit:
+    """Decode: the KV is whole. The request keeps the pages."""
+
+
+@dataclass(frozen=True)
+class Fence:
+    """Decode: have the peer stopped for good, and tell us when that is certain."""
+
+
+Effect = Send | StartWrite | CutWrites | Unpin | Admit | Fence
+PrefillEvent = Offer | Cancel | Computed | WriteEnded | Abort
+DecodeEvent = Written | Drained | Abort | Tick | Overdue | PeerFenced
+
+# ---- prefill's end --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """`idle`: not offered yet. `open`: writing. `cutting`: waits for writes to end. Then closed."""
+
+    writes: int  # how many there will be
+    phase: Literal["idle", "open", "cutting", "written", "drained"] = "idle"
+    ready: tuple[int, ...] = ()  # computed, and waiting for the offer
+    flying: tuple[int, ...] = ()  # given to the transport, not ended
+    landed: int = 0
+
+
+def prefill(state: Prefill, event: PrefillEvent) -> tuple[Prefill, tuple[Effect, ...]]:
+    match state.phase, event:
+        case "idle", Computed(write):
+            return replace(state, ready=(*state.ready, write)), ()
+        case "idle", Offer():
+            opened = replace(state, phase="open", ready=(), flying=state.ready)
+            return opened, tuple(StartWrite(write) for write in state.ready)
+        case "open", Computed(write):
+            return replace(state, flying=(*state.flying, write)), (StartWrite(write),)
+        case "open", WriteEnded(write, True):
+            return _landed(_without(state, write))
+        case "open" | "cutting", WriteEnded(write):
+            return _cut(_without(state, write), state.phase == "open")
+        case "idle" | "open", Cancel() | Abort():
+            return _cut(state, first=True)
+        case "open", Offer():
+            return state, ()  # asked again: the answer comes when the writes have ended
+        case "cutting", Offer() | Cancel() | Abort() | Computed():
+            return state, ()
+        case "written", Offer() | Cancel():
+            return state, (Send(Written()),)
+        case "drained", Offer() | Cancel():
+            return state, (Send(Drained()),)
+        case "written" | "drained", Abort() | Computed():
+            return state, ()
+    raise Bug(f"prefill {state.phase} got {event}")
+
+
+def _without(state: Prefill, write: int) -> Prefill:
+    if write not in state.flying:
+        raise Bug(f"write {write} ended without having begun")
+    return replace(state, flying=tuple(one for one in state.flying if one != write))
+
+
+def _landed(state: Prefill) -> tuple[Prefill, tuple[Effect, ...]]:
+    state = replace(state, landed=state.landed + 1)
+    if state.landed < state.writes:
+        return state, ()
+    return replace(state, phase="written"), (Send(Written()), Unpin())
+
+
+def _cut(state: Prefill, first: bool) -> tuple[Prefill, tuple[Effect, ...]]:
+    asked: tuple[Effect, ...] = (CutWrites(),) if first else ()
+    if state.flying:
+        return replace(state, phase="cutting", ready=()), asked
+    return replace(state, phase="drained", ready=()), (*asked, Send(Drained()), Unpin())
+
+
+# ---- decode's end ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Decode:
+    phase: Literal["offered", "cancelling", "admitted", "released"] = "offered"
+
+
+def decode(state: Decode, event: DecodeEvent) -> tuple[Decode, tuple[Effect, ...]]:
+    match state.phase, event:
+        case "offered", Written():
+            return Decode("admitted"), (Admit(),)
+        case "offered" | "cancelling", Drained() | PeerFenced():
+            return Decode("released"), (Unpin(),)
+        case "cancelling", Written():
+            return Decode("released"), (Unpin(),)
+        case "offered", Abort():
+            return Decode("cancelling"), (Send(Cancel()),)
+        case "offered", Tick():
+            return state, (Send(Offer()),)
+        case "cancelling", Tick():
+            return state, (Send(Cancel()),)
+        case "offered" | "cancelling", Overdue():
+            return state, (Fence(),)
+        case "cancelling", Abort():
+            return state, ()
+        case "admitted" | "released", _:
+            return state, ()  # it is settled: whatever comes now is late
+    raise Bug(f"decode {state.phase} got {event}")

@@ -1,0 +1,328 @@
+"""Every order in which two handoffs over the same pages can go, and the old wrong ways to do it.
+
+The world: request A's pages on decode are given to request B as soon as A's end unpins them. Each
+has a prefill worker of its own and two writes. Messages cross, one may be lost and one repeated;
+clients may leave; one prefill may die or be stopped with its writes still on the way. A write that
+the transport has taken goes on by itself until it ends or the peer is fenced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import pytest
+
+from stanchion.core.errors import Bug
+from stanchion.disagg import handoff as h
+from stanchion.sim.check import Violation, Way, check
+
+WRITES = 2
+TO_PREFILL = (h.Offer, h.Cancel)
+PrefillStep = Callable[[h.Prefill, h.PrefillEvent], tuple[h.Prefill, tuple[h.Effect, ...]]]
+DecodeStep = Callable[[h.Decode, h.DecodeEvent], tuple[h.Decode, tuple[h.Effect, ...]]]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One handoff: both ends, what is on the wire, and what the transport still carries."""
+
+    prefill: h.Prefill = h.Prefill(WRITES)
+    decode: h.Decode | None = None  # None: not offered yet
+    wire: tuple[h.Message, ...] = ()
+    carried: tuple[int, ...] = ()  # writes in the transport's hands
+    computed: int = 0
+    alive: bool = True
+    stopped: bool = False
+    fenced: bool = False
+    fence_asked: bool = False
+    pinned: bool = False  # decode's pages, by this handoff
+    source: bool = True  # prefill's pages
+    may_abort: bool = True
+
+
+@dataclass(frozen=True)
+class World:
+    sides: tuple[Side, Side] = (Side(), Side())
+    pages: tuple[str, ...] = ("",) * WRITES  # who wrote each part last
+    losses: int = 1
+    repeats: int = 1
+    crashes: int = 1
+    stops: int = 1
+    fault: str = ""
+
+
+def perform(world: World, at: int, effects: tuple[h.Effect, ...], prefills: bool) -> World:
+    side = world.sides[at]
+    for effect in effects:
+        match effect:
+            case h.Send(message) if message not in side.wire:  # one of each kind bounds the world
+                side = replace(side, wire=tuple(sorted((*side.wire, message), key=repr)))
+            case h.StartWrite(write):
+                side = replace(side, carried=(*side.carried, write))
+            case h.Unpin() if prefills:
+                side = replace(side, source=False)
+            case h.Unpin():
+                side = replace(side, pinned=False)
+            case h.Fence():
+                side = replace(side, fence_asked=True)
+            case h.Admit() if set(world.pages) != {"AB"[at]}:
+                world = replace(world, fault=f"{'AB'[at]} reads KV that is not its own and whole")
+    return with_side(world, at, side)
+
+
+def with_side(world: World, at: int, side: Side) -> World:
+    first, second = world.sides
+    return replace(world, sides=(side, second) if at == 0 else (first, side))
+
+
+@dataclass(frozen=True)
+class Machines:
+    prefill: PrefillStep = h.prefill
+    decode: DecodeStep = h.decode
+
+    def at_prefill(self, world: World, at: int, event: h.PrefillEvent) -> World:
+        side = world.sides[at]
+        state, effects = self.prefill(side.prefill, event)
+        return perform(with_side(world, at, replace(side, prefill=state)), at, effects, True)
+
+    def at_decode(self, world: World, at: int, event: h.DecodeEvent) -> World:
+        side = world.sides[at]
+        assert side.decode is not None
+        state, effects = self.decode(side.decode, event)
+        return perform(with_side(world, at, replace(side, decode=state)), at, effects, False)
+
+
+def ways(world: World, machines: Machines) -> Iterator[Way[World]]:
+    for at in (0, 1):
+        yield from _ways_of(world, at, machines)
+
+
+def _ways_of(world: World, at: int, machines: Machines) -> Iterator[Way[World]]:
+    side, name = world.sides[at], "AB"[at]
+    running = side.alive and not side.stopped
+    if side.decode is None:
+        if at == 0 or (world.sides[0].decode is not None and not world.sides[0].pinned):
+            begun = replace(side, decode=h.Decode(), pinned=True, wire=(h.Offer(),))
+            yield Way(f"{name} offered", with_side(world, at, begun))
+    else:
+        yield from _decode_ways(world, at, machines)
+    if running and side.computed < WRITES:
+        later = with_side(world, at, replace(side, computed=side.computed + 1))
+        yield Way(f"{name} computes", machines.at_prefill(later, at, h.Computed(side.computed)))
+    for write in side.carried:
+        yield from _write_ways(world, at, write, machines)
+    yield from _wire_ways(world, at, machines)
+    if side.alive and world.crashes:
+        dead = with_side(world, at, replace(side, alive=False))
+        yield Way(f"prefill of {name} dies", replace(dead, crashes=0), failure=True)
+    if running and world.stops:
+        held = with_side(world, at, replace(side, stopped=True))
+        yield Way(f"prefill of {name} is stopped", replace(held, stops=0), failure=True)
+
+
+def _decode_ways(world: World, at: int, machines: Machines) -> Iterator[Way[World]]:
+    side, name = world.sides[at], "AB"[at]
+    assert side.decode is not None
+    if side.may_abort and side.decode.phase in ("offered", "cancelling"):
+        left = with_side(world, at, replace(side, may_abort=False))
+        yield Way(f"client of {name} leaves", machines.at_decode(left, at, h.Abort()), failure=True)
+    if side.decode.phase in ("offered", "cancelling"):
+        yield Way(f"{name} asks again", machines.at_decode(world, at, h.Tick()))
+        if not side.fence_asked:
+            yield Way(f"{name} is overdue", machines.at_decode(world, at, h.Overdue()))
+    if side.decode.phase == "admitted" and side.pinned:
+        yield Way(f"{name} completes", with_side(world, at, replace(side, pinned=False)))
+    if side.fence_asked and not side.fenced:
+        # The supervisor kills the process, sees it gone, and the transport drops what it carried.
+        fenced = replace(side, alive=False, fenced=True, carried=(), wire=())
+        after = with_side(world, at, fenced)
+        yield Way(f"prefill of {name} is fenced", machines.at_decode(after, at, h.PeerFenced()))
+
+
+def _write_ways(world: World, at: int, write: int, machines: Machines) -> Iterator[Way[World]]:
+    side, name = world.sides[at], "AB"[at]
+    gone = replace(side, carried=tuple(one for one in side.carried if one != write))
+    pages = tuple(name if part == write else who for part, who in enumerate(world.pages))
+    landed = replace(with_side(world, at, gone), pages=pages)
+    if not side.source:
+        landed = replace(landed, fault=f"a write of {name} reads pages that prefill gave back")
+    if not side.pinned:
+        landed = replace(landed, fault=f"a write of {name} lands in pages that decode gave back")
+    if side.alive and not side.stopped:
+        yield Way(
+            f"write {write} of {name} lands",
+            machines.at_prefill(landed, at, h.WriteEnded(write)) if not landed.fault else landed,
+        )
+        if side.prefill.phase == "cutting":
+            cut = with_side(world, at, gone)
+            event = h.WriteEnded(write, whole=False)
+            yield Way(f"write {write} of {name} is cut", machines.at_prefill(cut, at, event))
+    elif not side.alive:  # the transport goes on; nobody is left to hear of it
+        yield Way(f"write {write} of {name} lands late", landed)
+
+
+def _wire_ways(world: World, at: int, machines: Machines) -> Iterator[Way[World]]:
+    side, name = world.sides[at], "AB"[at]
+    for place, message in enumerate(side.wire):
+        kind = type(message).__name__
+        rest = replace(side, wire=side.wire[:place] + side.wire[place + 1 :])
+        taken = with_side(world, at, rest)
+        if world.losses:
+            yield Way(f"{kind} of {name} is lost", replace(taken, losses=0), failure=True)
+        kept = [taken] if not world.repeats else [taken, replace(world, repeats=0)]
+        for after in kept:
+            again = "" if after is taken else " (and again later)"
+            if not isinstance(message, TO_PREFILL):
+                yield Way(
+                    f"{kind} of {name} arrives{again}", machines.at_decode(after, at, message)
+                )
+            elif side.alive and not side.stopped:
+                yield Way(
+                    f"{kind} of {name} arrives{again}", machines.at_prefill(after, at, message)
+                )
+            elif not side.alive:
+                yield Way(f"{kind} of {name} finds nobody", after)
+
+
+def wrong(world: World) -> str | None:
+    return world.fault or None
+
+
+def done(world: World) -> bool:
+    """Everybody is settled, no page is held, nothing is carried."""
+    return all(
+        side.decode is not None
+        and side.decode.phase in ("admitted", "released")
+        and not side.pinned
+        and not side.carried
+        and (not side.source or not side.alive)
+        for side in world.sides
+    )
+
+
+def visit(machines: Machines, start: World | None = None) -> int:
+    return check(start or World(), partial(ways, machines=machines), wrong, done)
+
+
+CALM = replace(World(), crashes=0, stops=0, repeats=0)
+
+
+def test_every_order_with_a_loss_and_a_client_that_leaves_is_safe_and_ends() -> None:
+    states = visit(Machines(), CALM)
+    print(states, "states")
+    assert states > 1000
+
+
+@pytest.mark.parametrize("failures", ["crashes", "stops", "repeats"])
+def test_every_order_with_one_failure_more_is_safe_and_ends(failures: str) -> None:
+    start = replace(CALM, losses=0, **{failures: 1})
+    states = visit(Machines(), start)
+    print(states, "states")
+    assert states > 1000
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_every_order_with_all_failures_is_safe_and_ends() -> None:
+    states = visit(Machines())
+    print(states, "states")
+    assert states > 100_000
+
+
+# ---- the old machines ------------------------------------------------------------------------
+
+
+def unpin_on_abort(state: h.Decode, event: h.DecodeEvent) -> tuple[h.Decode, tuple[h.Effect, ...]]:
+    if state.phase == "offered" and isinstance(event, h.Abort):
+        return h.Decode("released"), (h.Send(h.Cancel()), h.Unpin())
+    return h.decode(state, event)
+
+
+def unpin_on_a_timeout(
+    state: h.Decode, event: h.DecodeEvent
+) -> tuple[h.Decode, tuple[h.Effect, ...]]:
+    if state.phase == "cancelling" and isinstance(event, h.Overdue):
+        return h.Decode("released"), (h.Unpin(),)
+    return h.decode(state, event)
+
+
+def source_freed_early(
+    state: h.Prefill, event: h.PrefillEvent
+) -> tuple[h.Prefill, tuple[h.Effect, ...]]:
+    after, effects = h.prefill(state, event)
+    if after.phase == "cutting" and state.phase == "open":
+        return after, (*effects, h.Unpin())
+    return after, effects
+
+
+def acknowledged_when_received(
+    state: h.Prefill, event: h.PrefillEvent
+) -> tuple[h.Prefill, tuple[h.Effect, ...]]:
+    after, effects = h.prefill(state, event)
+    if isinstance(event, h.Cancel) and after.phase == "cutting":
+        return after, (*effects, h.Send(h.Drained()))
+    return after, effects
+
+
+def cancel_ignored(
+    state: h.Prefill, event: h.PrefillEvent
+) -> tuple[h.Prefill, tuple[h.Effect, ...]]:
+    if isinstance(event, h.Cancel):
+        return state, ()
+    return h.prefill(state, event)
+
+
+def cancel_forgotten_before_its_offer(
+    state: h.Prefill, event: h.PrefillEvent
+) -> tuple[h.Prefill, tuple[h.Effect, ...]]:
+    """Answers a Cancel that came first, but does not remember it."""
+    if state.phase == "idle" and isinstance(event, h.Cancel):
+        return state, (h.Send(h.Drained()),)
+    return h.prefill(state, event)
+
+
+@pytest.mark.parametrize("old", [unpin_on_abort, unpin_on_a_timeout])
+def test_an_old_decode_is_caught(old: DecodeStep) -> None:
+    with pytest.raises(Violation, match="pages that decode gave back") as caught:
+        visit(Machines(decode=old))
+    print(caught.value)
+
+
+@pytest.mark.parametrize(
+    "old, why",
+    [
+        (source_freed_early, "pages that prefill gave back"),
+        (acknowledged_when_received, "pages that decode gave back"),
+        (cancel_forgotten_before_its_offer, "pages that decode gave back"),
+    ],
+)
+def test_an_old_prefill_is_caught(old: PrefillStep, why: str) -> None:
+    with pytest.raises(Violation, match=why) as caught:
+        visit(Machines(prefill=old))
+    print(caught.value)
+
+
+def test_a_prefill_that_ignores_cancel_for_ever_is_caught() -> None:
+    """It stays safe, but where nothing fences it a request that was never computed cannot end."""
+
+    def no_fence(state: h.Decode, event: h.DecodeEvent) -> tuple[h.Decode, tuple[h.Effect, ...]]:
+        return (state, ()) if isinstance(event, h.Overdue) else h.decode(state, event)
+
+    def never_done(
+        state: h.Prefill, event: h.PrefillEvent
+    ) -> tuple[h.Prefill, tuple[h.Effect, ...]]:
+        if isinstance(event, h.Cancel):
+            return replace(state, phase="cutting", flying=(99,)), ()
+        return h.prefill(state, event)
+
+    with pytest.raises(Violation, match="no way to an end"):
+        visit(Machines(prefill=never_done, decode=no_fence), CALM)
+
+
+def test_what_a_state_does_not_expect_is_a_bug() -> None:
+    with pytest.raises(Bug, match="ended without having begun"):
+        h.prefill(h.Prefill(1, "open"), h.WriteEnded(0))
+    with pytest.raises(Bug, match="prefill idle got"):
+        h.prefill(h.Prefill(1), h.WriteEnded(0))
