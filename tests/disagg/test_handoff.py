@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 
@@ -20,12 +21,12 @@ from stanchion.sim.check import Violation, Way, check
 
 WRITES = 2
 TO_PREFILL = (h.Offer, h.Cancel)
+KINDS = [h.Offer(), h.Cancel(), h.Written(), h.Drained()]
 PrefillStep = Callable[[h.Prefill, h.PrefillEvent], tuple[h.Prefill, tuple[h.Effect, ...]]]
 DecodeStep = Callable[[h.Decode, h.DecodeEvent], tuple[h.Decode, tuple[h.Effect, ...]]]
 
 
-@dataclass(frozen=True)
-class Side:
+class Side(NamedTuple):
     """One handoff: both ends, what is on the wire, and what the transport still carries."""
 
     prefill: h.Prefill = h.Prefill(WRITES)
@@ -40,10 +41,10 @@ class Side:
     pinned: bool = False  # decode's pages, by this handoff
     source: bool = True  # prefill's pages
     may_abort: bool = True
+    may_fail: bool = True
 
 
-@dataclass(frozen=True)
-class World:
+class World(NamedTuple):
     sides: tuple[Side, Side] = (Side(), Side())
     pages: tuple[str, ...] = ("",) * WRITES  # who wrote each part last
     losses: int = 1
@@ -58,23 +59,23 @@ def perform(world: World, at: int, effects: tuple[h.Effect, ...], prefills: bool
     for effect in effects:
         match effect:
             case h.Send(message) if message not in side.wire:  # one of each kind bounds the world
-                side = replace(side, wire=tuple(sorted((*side.wire, message), key=repr)))
+                side = side._replace(wire=tuple(sorted((*side.wire, message), key=KINDS.index)))
             case h.StartWrite(write):
-                side = replace(side, carried=(*side.carried, write))
+                side = side._replace(carried=(*side.carried, write))
             case h.Unpin() if prefills:
-                side = replace(side, source=False)
+                side = side._replace(source=False)
             case h.Unpin():
-                side = replace(side, pinned=False)
+                side = side._replace(pinned=False)
             case h.Fence():
-                side = replace(side, fence_asked=True)
+                side = side._replace(fence_asked=True)
             case h.Admit() if set(world.pages) != {"AB"[at]}:
-                world = replace(world, fault=f"{'AB'[at]} reads KV that is not its own and whole")
+                world = world._replace(fault=f"{'AB'[at]} reads KV that is not its own and whole")
     return with_side(world, at, side)
 
 
 def with_side(world: World, at: int, side: Side) -> World:
     first, second = world.sides
-    return replace(world, sides=(side, second) if at == 0 else (first, side))
+    return world._replace(sides=(side, second) if at == 0 else (first, side))
 
 
 @dataclass(frozen=True)
@@ -85,13 +86,13 @@ class Machines:
     def at_prefill(self, world: World, at: int, event: h.PrefillEvent) -> World:
         side = world.sides[at]
         state, effects = self.prefill(side.prefill, event)
-        return perform(with_side(world, at, replace(side, prefill=state)), at, effects, True)
+        return perform(with_side(world, at, side._replace(prefill=state)), at, effects, True)
 
     def at_decode(self, world: World, at: int, event: h.DecodeEvent) -> World:
         side = world.sides[at]
         assert side.decode is not None
         state, effects = self.decode(side.decode, event)
-        return perform(with_side(world, at, replace(side, decode=state)), at, effects, False)
+        return perform(with_side(world, at, side._replace(decode=state)), at, effects, False)
 
 
 def ways(world: World, machines: Machines) -> Iterator[Way[World]]:
@@ -104,52 +105,52 @@ def _ways_of(world: World, at: int, machines: Machines) -> Iterator[Way[World]]:
     running = side.alive and not side.stopped
     if side.decode is None:
         if at == 0 or (world.sides[0].decode is not None and not world.sides[0].pinned):
-            begun = replace(side, decode=h.Decode(), pinned=True, wire=(h.Offer(),))
+            begun = side._replace(decode=h.Decode(), pinned=True, wire=(h.Offer(),))
             yield Way(f"{name} offered", with_side(world, at, begun))
     else:
         yield from _decode_ways(world, at, machines)
     if running and side.computed < WRITES:
-        later = with_side(world, at, replace(side, computed=side.computed + 1))
+        later = with_side(world, at, side._replace(computed=side.computed + 1))
         yield Way(f"{name} computes", machines.at_prefill(later, at, h.Computed(side.computed)))
     for write in side.carried:
         yield from _write_ways(world, at, write, machines)
     yield from _wire_ways(world, at, machines)
-    if side.alive and world.crashes:
-        dead = with_side(world, at, replace(side, alive=False))
-        yield Way(f"prefill of {name} dies", replace(dead, crashes=0), failure=True)
-    if running and world.stops:
-        held = with_side(world, at, replace(side, stopped=True))
-        yield Way(f"prefill of {name} is stopped", replace(held, stops=0), failure=True)
+    if side.alive and side.may_fail and world.crashes:
+        dead = with_side(world, at, side._replace(alive=False))
+        yield Way(f"prefill of {name} dies", dead._replace(crashes=0), failure=True)
+    if running and side.may_fail and world.stops:
+        held = with_side(world, at, side._replace(stopped=True))
+        yield Way(f"prefill of {name} is stopped", held._replace(stops=0), failure=True)
 
 
 def _decode_ways(world: World, at: int, machines: Machines) -> Iterator[Way[World]]:
     side, name = world.sides[at], "AB"[at]
     assert side.decode is not None
     if side.may_abort and side.decode.phase in ("offered", "cancelling"):
-        left = with_side(world, at, replace(side, may_abort=False))
+        left = with_side(world, at, side._replace(may_abort=False))
         yield Way(f"client of {name} leaves", machines.at_decode(left, at, h.Abort()), failure=True)
     if side.decode.phase in ("offered", "cancelling"):
         yield Way(f"{name} asks again", machines.at_decode(world, at, h.Tick()))
         if not side.fence_asked:
             yield Way(f"{name} is overdue", machines.at_decode(world, at, h.Overdue()))
     if side.decode.phase == "admitted" and side.pinned:
-        yield Way(f"{name} completes", with_side(world, at, replace(side, pinned=False)))
+        yield Way(f"{name} completes", with_side(world, at, side._replace(pinned=False)))
     if side.fence_asked and not side.fenced:
         # The supervisor kills the process, sees it gone, and the transport drops what it carried.
-        fenced = replace(side, alive=False, fenced=True, carried=(), wire=())
+        fenced = side._replace(alive=False, fenced=True, carried=(), wire=())
         after = with_side(world, at, fenced)
         yield Way(f"prefill of {name} is fenced", machines.at_decode(after, at, h.PeerFenced()))
 
 
 def _write_ways(world: World, at: int, write: int, machines: Machines) -> Iterator[Way[World]]:
     side, name = world.sides[at], "AB"[at]
-    gone = replace(side, carried=tuple(one for one in side.carried if one != write))
+    gone = side._replace(carried=tuple(one for one in side.carried if one != write))
     pages = tuple(name if part == write else who for part, who in enumerate(world.pages))
-    landed = replace(with_side(world, at, gone), pages=pages)
+    landed = with_side(world, at, gone)._replace(pages=pages)
     if not side.source:
-        landed = replace(landed, fault=f"a write of {name} reads pages that prefill gave back")
+        landed = landed._replace(fault=f"a write of {name} reads pages that prefill gave back")
     if not side.pinned:
-        landed = replace(landed, fault=f"a write of {name} lands in pages that decode gave back")
+        landed = landed._replace(fault=f"a write of {name} lands in pages that decode gave back")
     if side.alive and not side.stopped:
         yield Way(
             f"write {write} of {name} lands",
@@ -167,11 +168,11 @@ def _wire_ways(world: World, at: int, machines: Machines) -> Iterator[Way[World]
     side, name = world.sides[at], "AB"[at]
     for place, message in enumerate(side.wire):
         kind = type(message).__name__
-        rest = replace(side, wire=side.wire[:place] + side.wire[place + 1 :])
+        rest = side._replace(wire=side.wire[:place] + side.wire[place + 1 :])
         taken = with_side(world, at, rest)
         if world.losses:
-            yield Way(f"{kind} of {name} is lost", replace(taken, losses=0), failure=True)
-        kept = [taken] if not world.repeats else [taken, replace(world, repeats=0)]
+            yield Way(f"{kind} of {name} is lost", taken._replace(losses=0), failure=True)
+        kept = [taken] if not world.repeats else [taken, world._replace(repeats=0)]
         for after in kept:
             again = "" if after is taken else " (and again later)"
             if not isinstance(message, TO_PREFILL):
@@ -206,19 +207,15 @@ def visit(machines: Machines, start: World | None = None) -> int:
     return check(start or World(), partial(ways, machines=machines), wrong, done)
 
 
-CALM = replace(World(), crashes=0, stops=0, repeats=0)
+# In CI the second request is well-behaved: its client stays, its prefill lives.
+CALM = World(
+    (Side(), Side(may_abort=False, may_fail=False)), losses=0, repeats=0, crashes=0, stops=0
+)
 
 
-def test_every_order_with_a_loss_and_a_client_that_leaves_is_safe_and_ends() -> None:
-    states = visit(Machines(), CALM)
-    print(states, "states")
-    assert states > 1000
-
-
-@pytest.mark.parametrize("failures", ["crashes", "stops", "repeats"])
-def test_every_order_with_one_failure_more_is_safe_and_ends(failures: str) -> None:
-    start = replace(CALM, losses=0, **{failures: 1})
-    states = visit(Machines(), start)
+@pytest.mark.parametrize("failure", ["losses", "repeats", "crashes", "stops"])
+def test_every_order_with_one_failure_is_safe_and_ends(failure: str) -> None:
+    states = visit(Machines(), CALM._replace(**{failure: 1}))
     print(states, "states")
     assert states > 1000
 
@@ -266,14 +263,6 @@ def acknowledged_when_received(
     return after, effects
 
 
-def cancel_ignored(
-    state: h.Prefill, event: h.PrefillEvent
-) -> tuple[h.Prefill, tuple[h.Effect, ...]]:
-    if isinstance(event, h.Cancel):
-        return state, ()
-    return h.prefill(state, event)
-
-
 def cancel_forgotten_before_its_offer(
     state: h.Prefill, event: h.PrefillEvent
 ) -> tuple[h.Prefill, tuple[h.Effect, ...]]:
@@ -286,7 +275,7 @@ def cancel_forgotten_before_its_offer(
 @pytest.mark.parametrize("old", [unpin_on_abort, unpin_on_a_timeout])
 def test_an_old_decode_is_caught(old: DecodeStep) -> None:
     with pytest.raises(Violation, match="pages that decode gave back") as caught:
-        visit(Machines(decode=old))
+        visit(Machines(decode=old), CALM)
     print(caught.value)
 
 
@@ -300,7 +289,7 @@ def test_an_old_decode_is_caught(old: DecodeStep) -> None:
 )
 def test_an_old_prefill_is_caught(old: PrefillStep, why: str) -> None:
     with pytest.raises(Violation, match=why) as caught:
-        visit(Machines(prefill=old))
+        visit(Machines(prefill=old), CALM)
     print(caught.value)
 
 
@@ -310,15 +299,13 @@ def test_a_prefill_that_ignores_cancel_for_ever_is_caught() -> None:
     def no_fence(state: h.Decode, event: h.DecodeEvent) -> tuple[h.Decode, tuple[h.Effect, ...]]:
         return (state, ()) if isinstance(event, h.Overdue) else h.decode(state, event)
 
-    def never_done(
-        state: h.Prefill, event: h.PrefillEvent
-    ) -> tuple[h.Prefill, tuple[h.Effect, ...]]:
-        if isinstance(event, h.Cancel):
-            return replace(state, phase="cutting", flying=(99,)), ()
+    def deaf(state: h.Prefill, event: h.PrefillEvent) -> tuple[h.Prefill, tuple[h.Effect, ...]]:
+        if isinstance(event, h.Cancel) or state.phase == "cutting":
+            return replace(state, phase="cutting", ready=(), flying=()), ()
         return h.prefill(state, event)
 
     with pytest.raises(Violation, match="no way to an end"):
-        visit(Machines(prefill=never_done, decode=no_fence), CALM)
+        visit(Machines(prefill=deaf, decode=no_fence), CALM)
 
 
 def test_what_a_state_does_not_expect_is_a_bug() -> None:
