@@ -133,11 +133,17 @@ class Prefill:
     phase: Literal["idle", "open", "cutting", "written", "drained"] = "idle"
     ready: tuple[int, ...] = ()  # computed, and waiting for the offer
     flying: tuple[int, ...] = ()  # given to the transport, not ended
-    landed: int = 0
+    ended: tuple[int, ...] = ()
 
 
 def prefill(state: Prefill, event: PrefillEvent) -> tuple[Prefill, tuple[Effect, ...]]:
     match state.phase, event:
+        case "idle" | "open", Computed(write) if write in (
+            *state.ready,
+            *state.flying,
+            *state.ended,
+        ):
+            raise Bug(f"write {write} is computed twice")
         case "idle", Computed(write):
             return replace(state, ready=(*state.ready, write)), ()
         case "idle", Offer():
@@ -167,12 +173,12 @@ def prefill(state: Prefill, event: PrefillEvent) -> tuple[Prefill, tuple[Effect,
 def _without(state: Prefill, write: int) -> Prefill:
     if write not in state.flying:
         raise Bug(f"write {write} ended without having begun")
-    return replace(state, flying=tuple(one for one in state.flying if one != write))
+    flying = tuple(one for one in state.flying if one != write)
+    return replace(state, flying=flying, ended=tuple(sorted((*state.ended, write))))
 
 
 def _landed(state: Prefill) -> tuple[Prefill, tuple[Effect, ...]]:
-    state = replace(state, landed=state.landed + 1)
-    if state.landed < state.writes:
+    if len(state.ended) < state.writes:
         return state, ()
     return replace(state, phase="written"), (Send(Written()), Unpin())
 

@@ -8,9 +8,11 @@ the transport has taken goes on by itself until it ends or the peer is fenced.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -313,3 +315,14 @@ def test_what_a_state_does_not_expect_is_a_bug() -> None:
         h.prefill(h.Prefill(1, "open"), h.WriteEnded(0))
     with pytest.raises(Bug, match="prefill idle got"):
         h.prefill(h.Prefill(1), h.WriteEnded(0))
+
+
+def test_the_page_of_protocols_is_drawn_from_the_machines() -> None:
+    root = Path(__file__).parent.parent.parent
+    spec = importlib.util.spec_from_file_location("draw", root / "runs" / "draw_protocols.py")
+    assert spec is not None and spec.loader is not None
+    drawn = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(drawn)
+    assert (root / "docs" / "PROTOCOLS.md").read_text() == drawn.page(), (
+        "run runs/draw_protocols.py"
+    )
