@@ -58,7 +58,7 @@ class Model(Protocol):
     hidden_width: int
 
     def forward(self, batch: Ragged, cache: Cache) -> Tensor:
-        """Run the target layers; return the hidden after the final norm, (queries, hidden_width)."""
+        """Run the target layers; return the hidden after the norm, (queries, hidden_width)."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
