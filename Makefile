@@ -20,7 +20,7 @@ $(READY): pyproject.toml
 	@python=$$($(FIND_PYTHON)); test -n "$$python" || \
 		{ echo "stanchion needs Python 3.11 or newer; none was found on PATH" >&2; exit 1; }; \
 	echo "setting up $(VENV) with $$python (about two minutes the first time)"; \
-	test -x $(PYTHON) || "$$python" -m venv $(VENV)
+	$(PYTHON) -m pip --version >/dev/null 2>&1 || "$$python" -m venv --clear $(VENV)
 	@$(PYTHON) -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	@$(PYTHON) -m pip install --quiet --disable-pip-version-check -e '.[engine,dev]'
 	@touch $@

@@ -181,8 +181,8 @@ class Trainer:
                     self.evaluate(show, 6)
                     self.save()
                     next_save = self.seconds + 60 * minutes_between_saves
-            self.evaluate(show, 32)
-        self.save()
+            self.save()
+            self.evaluate(show, 6)
 
     def tell(
         self, show: Meter, share: float, phase: Phase, recent: list[tuple[float, float, float]]
@@ -202,7 +202,7 @@ class Trainer:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path(".tiny"))
-    parser.add_argument("--minutes", type=float, default=76.0)
+    parser.add_argument("--minutes", type=float, default=80.0)
     parser.add_argument("--seed", type=int, default=20)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--minutes-between-saves", type=float, default=6.0)

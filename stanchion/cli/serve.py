@@ -17,11 +17,13 @@ import msgspec
 
 from stanchion.cli.settings import model_folder
 from stanchion.core.config import Config, check
+from stanchion.core.errors import ConfigError
 from stanchion.gateway.serve import run
 from stanchion.gateway.settings import GatewaySettings
 from stanchion.gateway.tokens import Vocabulary, byte_vocabulary, load_vocabulary
 
 WORKER_STOP_S = 30.0
+SOCKET_FOLDER_MAX = 96  # a Unix socket's path has at most 107 characters
 WORKER_SILENCE_S = 30.0  # far longer than a flight; a dead process is seen at once
 
 
@@ -34,6 +36,8 @@ def serve(config: Config, api_keys: tuple[str, ...]) -> int:
     _warn_of_failpoints(config)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="stanchion-") as folder:
+        if len(folder) > SOCKET_FOLDER_MAX:
+            raise ConfigError(f"TMPDIR is too long for a Unix socket ({folder}); set a shorter one")
         address = f"ipc://{folder}/worker"
         worker = spawn_worker(config, address)
         sentinel = os.pidfd_open(worker.pid)
@@ -79,7 +83,7 @@ def spawn_worker(config: Config, address: str) -> subprocess.Popen[bytes]:
     threads = str(config.engine.threads)
     environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     settings = msgspec.json.encode(config).decode()
-    command = [sys.executable, "-m", "stanchion.cli.worker", address, settings]
+    command = [sys.executable, "-m", "stanchion.cli.worker", address, settings, str(os.getpid())]
     # A session of its own: the terminal's Ctrl-C reaches this process, which drains first.
     return subprocess.Popen(command, env=environment, start_new_session=True)
 

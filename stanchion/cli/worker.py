@@ -1,4 +1,4 @@
-"""The engine process's entry: `python -m stanchion.cli.worker ADDRESS SETTINGS_JSON`."""
+"""The engine process's entry: `python -m stanchion.cli.worker ADDRESS SETTINGS_JSON PARENT`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ def build(config: Config) -> tuple[Engine, Hello]:
     limits = Limits(
         chunk_tokens=engine_settings.chunk_tokens,
         running_max=engine_settings.running_max,
-        prefilling_max=engine_settings.prefilling_max,
         waiting_max=engine_settings.waiting_max,
         draft_tokens=engine_settings.draft_tokens if model.schema.draft else 0,
     )
@@ -81,13 +80,13 @@ def _progress(done: int, total: int) -> None:
 
 
 def main(argv: list[str]) -> int:
-    address, text = argv
+    address, text, parent = argv
     config = msgspec.json.decode(text, type=Config)
     torch.set_num_threads(config.engine.threads)
     try:
         with torch.inference_mode():
             engine, hello = build(config)
-            serve(engine, hello, address)
+            serve(engine, hello, address, int(parent))
     except ServeError as error:
         print(f"stanchion: {error}", file=sys.stderr)
         return 2

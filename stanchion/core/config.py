@@ -37,7 +37,6 @@ class Engine:
     context_max: Annotated[int, "tokens of prompt and answer; 0 means the model's own"] = 0
     chunk_tokens: Annotated[int, "prefill tokens a flight, at most"] = 512
     running_max: Annotated[int, "requests computed at once"] = 64
-    prefilling_max: Annotated[int, "requests in prefill at once"] = 4
     waiting_max: Annotated[int, "requests that may wait; more are refused with 429"] = 1024
     deterministic: Annotated[bool, "outputs do not depend on the batch; slower"] = False
     threads: Annotated[int, "OpenMP threads of the engine process"] = 1
@@ -102,7 +101,6 @@ def check(config: Config) -> None:
     _within("engine.context_max", engine.context_max, 0, 2**22)
     _within("engine.chunk_tokens", engine.chunk_tokens, 1, 2**16)
     _within("engine.running_max", engine.running_max, 1, 4096)
-    _within("engine.prefilling_max", engine.prefilling_max, 1, 4096)
     _within("engine.waiting_max", engine.waiting_max, 1, 2**20)
     _within("engine.threads", engine.threads, 1, 1024)
     _within("kv.page_tokens", kv.page_tokens, 1, 1024)

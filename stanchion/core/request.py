@@ -18,6 +18,7 @@ STOP_IDS_MAX = 64
 LOGIT_BIAS_MAX = 1024
 DRAFT_TOKENS_MAX = 5
 NAME_CHARACTERS_MAX = 128
+GREEDY_BELOW = 1e-5  # colder than this, differences of logits overflow: it means greedy (vLLM)
 
 
 class Sampling(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -36,7 +37,7 @@ class Sampling(Struct, frozen=True, kw_only=True, omit_defaults=True):
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] = 1.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=10.0)] = 1.0
     logit_bias: Annotated[tuple[tuple[TokenId, Bias], ...], Meta(max_length=LOGIT_BIAS_MAX)] = ()
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop_ids: Annotated[tuple[TokenId, ...], Meta(max_length=STOP_IDS_MAX)] = ()
@@ -47,4 +48,4 @@ class Sampling(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature < GREEDY_BELOW

@@ -46,7 +46,7 @@ def assemble(
         raise ConfigError(f"no failpoint {unknown[0]}; there are: {', '.join(sorted(FAILPOINTS))}")
     schema = model.schema
     pool = PagePool(pages)
-    ready = Ready(pages, schema.layers, schema.page_tokens)
+    ready = Ready(pages, schema.target_layers, schema.layers, schema.page_tokens)
     stream = Stream("compute", InlineQueue())
     runner = Runner(model, Store(schema, pages), stream, pool, ready)
     served = Served(

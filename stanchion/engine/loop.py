@@ -30,8 +30,8 @@ from stanchion.core.outcome import (
 )
 from stanchion.core.outcome import OutputSuspect as Suspect
 from stanchion.device.stream import Pages
+from stanchion.engine.flight import Landed
 from stanchion.engine.request import NO_PAGES, Request
-from stanchion.engine.runner import Landed
 from stanchion.engine.scheduler import Limits, Piece, plan
 from stanchion.kv.pages import PagePool, Pin
 from stanchion.kv.prefix import PrefixTree
@@ -246,8 +246,9 @@ class Engine:
             first = request.computed // page_tokens
             last = (piece.first + piece.count - 1) // page_tokens
             places = np.arange(first, last + 1)
-            rows = np.maximum(request.computed - places * page_tokens, 0)
-            self.ready.lower_to(request.pages[places], rows.astype(np.int32))
+            above = (request.computed - places * page_tokens).astype(np.int32)
+            pages = request.pages[places]
+            self.ready.lower_to(pages, np.maximum(above, 0), np.maximum(above + 1, 0))
         request.ahead = landed.ahead
         self._publish(request)
 
@@ -264,7 +265,9 @@ class Engine:
     def _share(self, request: Request, count: int) -> None:
         tokens = request.tokens[: count * self.ready.page_tokens]
         request.keys = self.tree.keys(request.root, tokens, request.keys)
-        self.tree.publish(request.keys[:count], tokens, request.pages, request.published)
+        known = self.tree.publish(request.keys[:count], tokens, request.pages, request.published)
+        if len(known):
+            request.pins.insert(0, self.pool.regrip(known, request.name))
         request.published = count
 
     # ---- launch -----------------------------------------------------------------------------
@@ -289,24 +292,22 @@ class Engine:
         """Start requests, oldest first. Each gets all pages that its known tokens need, or none:
         nobody holds pages while waiting for more to start with. A request that does not fit yet
         may be overtaken by smaller ones, a bounded number of times."""
-        blocked = 0
-        prefilling = sum(one.phase == "prefill" for one in self.running.values())
+        blocked: list[Request] = []
         for request in list(self.waiting):
-            full = len(self.running) >= self.limits.running_max
-            if full or prefilling >= self.limits.prefilling_max:
+            if len(self.running) >= self.limits.running_max or len(blocked) == TRIES:
+                return
+            if any(one.overtaken >= self.limits.overtakes_max for one in blocked):
                 return
             if self._try_start(request):
-                prefilling += 1
-                for other in self.waiting:
-                    if other.arrival < request.arrival:
-                        other.overtaken += 1
+                for one in blocked:
+                    one.overtaken += 1
             else:
-                blocked += 1
-                if blocked == TRIES or request.overtaken >= self.limits.overtakes_max:
-                    return
+                blocked.append(request)
 
     def _try_start(self, request: Request) -> bool:
         page_tokens = self.ready.page_tokens
+        if self.pool.available + self.tree.evictable < request.lacks:
+            return False  # nothing has changed since it did not fit: spare it the look-up
         known = request.tokens[: request.length]
         request.keys = self.tree.keys(request.root, known, request.keys)
         shared = self._hit(request)
@@ -318,6 +319,7 @@ class Engine:
         if not self._free_up(needed + spare):
             for pin in pins:
                 pin.drop()
+            request.lacks = needed + spare
             return False
         own = self.pool.take(needed, request.name)
         self.ready.reset(own.pages)
@@ -330,7 +332,7 @@ class Engine:
         if not request.generated:
             request.cached = request.computed
             self.counters.cached_tokens += request.cached
-        request.phase = "prefill"
+        request.phase, request.lacks = "prefill", 0
         self.waiting.remove(request)
         self.running[request.name] = request
         self.running = dict(sorted(self.running.items(), key=lambda item: item[1].arrival))
@@ -361,10 +363,11 @@ class Engine:
             self._preempt(next(reversed(self.running.values())))
 
     def _free_up(self, pages: int) -> bool:
+        """Evict until so many pages are free; if that cannot be, evict nothing."""
         missing = pages - self.pool.available
-        if missing <= 0:
-            return True
-        return self.tree.evictable(missing) == missing and self.tree.evict(missing) == missing
+        if missing > self.tree.evictable:
+            return False
+        return missing <= 0 or self.tree.evict(missing) == missing
 
     def _preempt(self, request: Request) -> None:
         """Give all its pages back and let it wait again, in its old place. What it has said stays
@@ -372,7 +375,6 @@ class Engine:
         del self.running[request.name]
         self._let_go(request)
         request.phase = "waiting"
-        request.overtaken = 0
         self.counters.preempted += 1
         insort(self.waiting, request, key=lambda one: one.arrival)
 

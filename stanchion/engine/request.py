@@ -8,20 +8,22 @@ length - 1. The draft layer is then one slot ahead: slots 0 to computed are in p
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from stanchion.core.identity import Digest
 from stanchion.core.messages import Spec, Start
 from stanchion.core.outcome import Outcome, worse
 from stanchion.core.request import Sampling
 from stanchion.device.stream import Pages
-from stanchion.engine.sample import Ask
+from stanchion.engine.ask import Ask
 from stanchion.kv.pages import Pin
 from stanchion.kv.ready import KvProof
+
+if TYPE_CHECKING:
+    from torch import Tensor  # held for the runner, never looked into
 
 Phase = Literal["waiting", "prefill", "decode", "ended"]
 NO_PAGES: Pages = np.zeros(0, np.int32)
@@ -48,6 +50,7 @@ class Request:
     keys: list[Digest] = field(default_factory=list)
     phase: Phase = "waiting"
     overtaken: int = 0
+    lacks: int = 0  # pages that must be free or evictable before it is worth another try
     computed: int = 0
     cached: int = 0
     published: int = 0

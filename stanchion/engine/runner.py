@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,12 +21,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stanchion.core.messages import TopToken
 from stanchion.device.kernels.choose import finite
 from stanchion.device.stream import Pages, Stream, View
 from stanchion.engine.batch import Ints, Tables, Written
+from stanchion.engine.flight import Arrived, Landed, Scores
 from stanchion.engine.request import Ahead
-from stanchion.engine.sample import Chosen, Window, draft, score, verify
+from stanchion.engine.sample import Window, draft, score, verify
 from stanchion.engine.scheduler import Piece
 from stanchion.kv.pages import PagePool, Pin
 from stanchion.kv.ready import Ready
@@ -36,34 +35,6 @@ from stanchion.kv.store import Leased, Rows, Store
 from stanchion.model.text import Model
 
 SCORED_ROWS = 64  # prompt log-probabilities are made from this many rows of logits at a time
-
-
-@dataclass(frozen=True)
-class Scores:
-    logprobs: list[float]
-    top: list[list[TopToken]]
-
-
-@dataclass
-class Landed:
-    """What one piece came to."""
-
-    piece: Piece
-    drafts: list[int] = field(default_factory=list)
-    suspect: str | None = None
-    chosen: Chosen | None = None
-    ahead: Ahead | None = None
-    scores: Scores | None = None
-
-
-@dataclass(frozen=True)
-class Arrived:
-    """The landing of a flight that was over when its launch returned, as on an inline queue."""
-
-    landed: list[Landed]
-
-    def wait(self) -> list[Landed]:
-        return self.landed
 
 
 class Marking:
@@ -143,6 +114,7 @@ class _Flight:
         step = 0
         while lanes:
             logits = torch.cat([states[id(one)].logits for one in lanes])
+            _mark_suspects(lanes, _finite(logits), "a row of draft logits is not finite")
             asks = [one.piece.request.ask(one.drafts) for one in lanes]
             for one, token, source in zip(lanes, *draft(logits, asks)):
                 one.drafts.append(token)
@@ -188,7 +160,7 @@ class _Flight:
             past = first + one.piece.count
             if not sound[first:past].all():
                 one.suspect = "the hidden state of a row is not finite"
-            else:
+            elif one.suspect is None:
                 if one.piece.request.wants_scores:
                     one.scores = self._score_prompt(one.piece, hidden[first:past])
                 if one.piece.samples:
@@ -222,15 +194,14 @@ class _Flight:
             one.chosen = choice
 
     def _prove(self, piece: Piece) -> None:
-        """Nobody samples without proof that every row it read was in place, and its own."""
+        """Nobody samples without proof that every row it read is in place, and its own."""
         request = piece.request
-        if request.proof is None:
-            end = piece.first + (1 if piece.decodes else piece.count)
-            drafted = piece.first if self._model.schema.draft else end
-            request.proof = self._runner._ready.prove(
-                request.name, request.pages, end, drafted, self._model.schema.target_layers,
-                request.generations, self._runner._pool.generations,
-            )  # fmt: skip
+        end = piece.first + piece.count
+        drafted = piece.first if self._model.schema.draft else end
+        request.proof = self._runner._ready.prove(
+            request.name, request.pages, end, drafted, request.generations,
+            self._runner._pool.generations,
+        )  # fmt: skip
 
     def _score_prompt(self, piece: Piece, hidden: Tensor) -> Scores:
         """Raw log-probabilities of the prompt tokens that follow this piece's positions."""
@@ -283,16 +254,16 @@ class _Flight:
         begins, sizes = np.array(firsts, np.int64), np.array(counts, np.int64)
         batch = tables.ragged(tokens.astype(np.int64), begins, sizes)
         hidden = self._model.draft(batch, before, self._mark(tables, begins, sizes))
+        sound = _finite(hidden)
         ends = np.cumsum(sizes) - 1
+        fit = np.array([sound[end + 1 - size : end + 1].all() for end, size in zip(ends, sizes)])
+        _mark_suspects(lanes, fit, "the draft layer's hidden of a row is not finite")
         goes_on = [at for at, one in enumerate(lanes) if _goes_on(one)]
         if not goes_on:
             return
         last = hidden[torch.from_numpy(ends[goes_on])]
         logits = self._model.draft_logits(last)
-        sound = _finite(logits)
         for row, at in enumerate(goes_on):
-            if not sound[row]:
-                lanes[at].suspect = "a row of draft logits is not finite"
             lanes[at].ahead = Ahead(last[row : row + 1], logits[row : row + 1])
 
     def _tables(self, lanes: Sequence[Landed]) -> Tables:
@@ -339,6 +310,12 @@ def _goes_on(one: Landed) -> bool:
     return one.chosen is not None or (
         piece.request.generated > 0 and piece.first + piece.count == piece.request.prefill_end
     )
+
+
+def _mark_suspects(lanes: Sequence[Landed], sound: NDArray[np.bool_], evidence: str) -> None:
+    for one, good in zip(lanes, sound):
+        if not good:
+            one.suspect = evidence
 
 
 def _finite(rows: Tensor) -> NDArray[np.bool_]:

@@ -13,7 +13,7 @@ worker makes it, and no uniform is used for two purposes.
 from __future__ import annotations
 
 from collections.abc import Sequence, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -24,37 +24,13 @@ from torch import Tensor
 from stanchion.core.messages import TopToken
 from stanchion.core.request import Sampling
 from stanchion.device.kernels import choose
+from stanchion.engine.ask import Ask, Chosen
 
 Uniform = Literal["draft", "accept", "recover"]
 _STREAMS: dict[Uniform, int] = {"draft": 1, "accept": 2, "recover": 3}
 _MASK = (1 << 64) - 1
 Doubles = NDArray[np.float64]
 Ints = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Ask:
-    """One row's question: which token comes at `place`, after `generated` output tokens."""
-
-    sampling: Sampling
-    seed: int
-    place: int
-    generated: int = 0
-    ends: tuple[int, ...] = ()  # token ids that end the answer, banned below min_tokens
-    prompt: NDArray[np.int32] | None = None  # for the repetition penalty
-    output: tuple[int, ...] = ()  # for the penalties: output tokens so far, drafts included
-
-    @property
-    def shaped(self) -> bool:
-        """Do the logits change before the temperature?"""
-        one = self.sampling
-        penalised = one.presence_penalty or one.frequency_penalty or one.repetition_penalty != 1.0
-        return bool(penalised or one.logit_bias or self.generated < one.min_tokens)
-
-    @property
-    def filtered(self) -> bool:
-        one = self.sampling
-        return one.min_p > 0.0 or one.top_k is not None or one.top_p < 1.0
 
 
 @dataclass(frozen=True)
@@ -68,16 +44,6 @@ class Window:
     @property
     def greedy(self) -> bool:
         return self.asks[0].sampling.greedy
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """What a window came to: accepted drafts, then one more token; each with its raw logprob."""
-
-    tokens: list[int]
-    accepted: int
-    logprobs: list[float]
-    top: list[list[TopToken]] = field(default_factory=list)
 
 
 def uniforms(seeds: Sequence[int], stream: Uniform, places: Sequence[int]) -> Doubles:
@@ -167,7 +133,7 @@ def _passed(windows: Sequence[Window], target: Tensor) -> Ints:
     p = target[rows, drafts].double().numpy()
     q = torch.cat([one.drawn_from for one in windows if one.drawn_from is not None])
     chance = q[torch.arange(len(asks)), drafts].double().numpy()
-    refused = _points("accept", asks) * chance >= p
+    refused = ~(_points("accept", asks) * chance < p)  # NaN never passes
     place = np.arange(len(asks)) - np.repeat(np.cumsum(counts) - counts, counts)
     accepted = counts.astype(np.int64)
     np.minimum.at(accepted, owner[refused], place[refused])

@@ -1,9 +1,10 @@
 """Who computes what in the next flight: pure, from the requests in order of arrival.
 
 Every decoding request gets its verify step in every flight. Prefill gets at most `chunk_tokens` a
-flight, shared equally by at most `prefilling_max` requests; what one does not need goes to the
-oldest. So between two tokens of a request lie at most one chunk and one batch of verify steps, and
-a short prompt beside a long one gets at least chunk_tokens / prefilling_max tokens a flight.
+flight: half of it in order of arrival, so that the oldest is always served, and half shared equally
+by the others, smallest needs first. So between two tokens of a request lie at most one chunk and
+one batch of verify steps; and of n prompts each gets at least chunk_tokens / 2n tokens a flight
+(in whole tokens, as far as they go), however long the others are.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ class Limits:
 
     chunk_tokens: int = 512
     running_max: int = 64
-    prefilling_max: int = 4
     waiting_max: int = 1024
     overtakes_max: int = 16
     draft_tokens: int = 3
@@ -73,11 +73,25 @@ def to_compute(request: Request) -> int:
 
 
 def _shares(requests: Sequence[Request], budget: int) -> list[int]:
-    """Split the budget equally, smallest needs first: nothing is left over while one wants it."""
+    """How many tokens each gets, in order of arrival. Nothing is left over while one wants it."""
     shares = [0] * len(requests)
-    order = sorted(range(len(requests)), key=lambda at: to_compute(requests[at]))
+    left = (budget + 1) // 2 if len(requests) > 1 else budget
+    budget -= left
+    left = _in_turn(requests, shares, left)
+    order = sorted(range(len(requests)), key=lambda at: to_compute(requests[at]) - shares[at])
+    order = [at for at in order if to_compute(requests[at]) > shares[at]]
+    budget += left
     for place, at in enumerate(order):
         equal = -(-budget // (len(order) - place))
-        shares[at] = min(to_compute(requests[at]), equal, budget)
-        budget -= shares[at]
+        given = min(to_compute(requests[at]) - shares[at], equal, budget)
+        shares[at] += given
+        budget -= given
     return shares
+
+
+def _in_turn(requests: Sequence[Request], shares: list[int], budget: int) -> int:
+    """Give to the oldest what it needs, then to the next; return what is left."""
+    for at, request in enumerate(requests):
+        shares[at] = min(to_compute(request), budget)
+        budget -= shares[at]
+    return budget

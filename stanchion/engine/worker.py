@@ -24,6 +24,7 @@ from stanchion.core.messages import (
     FromWorker,
     Greet,
     Hello,
+    Name,
     Progress,
     PromptScores,
     Start,
@@ -31,7 +32,7 @@ from stanchion.core.messages import (
     decode_to_worker,
     encode,
 )
-from stanchion.core.outcome import Overloaded
+from stanchion.core.outcome import Overloaded, Rejected
 from stanchion.engine.loop import Engine
 
 log = logging.getLogger(__name__)
@@ -117,6 +118,7 @@ class Worker:
             message = decode_to_worker(frame)
         except (msgspec.DecodeError, RecursionError) as error:
             log.error("a message of %d bytes does not parse: %s", len(frame), error)
+            self._refuse(peer, frame)
             return None
         match message:
             case Greet():
@@ -125,6 +127,8 @@ class Worker:
                 self._send(peer, self.progress())
             case Drain():
                 self.draining = True
+            case Start() if message.request in self.owners:
+                log.error("a second request has the name of one that is running: dropped")
             case Start() if self.draining or self.stopping:
                 refused = Overloaded("this worker is draining", 1.0)
                 self._send(peer, Ended(request=message.request, outcome=refused))
@@ -134,6 +138,17 @@ class Worker:
             case Abort():
                 return message
         return None
+
+    def _refuse(self, peer: bytes, frame: bytes) -> None:
+        """End the request of a Start that does not parse, if it can be named: somebody waits."""
+        try:
+            said = msgspec.msgpack.decode(frame, type=dict[str, msgspec.Raw])
+            name = msgspec.msgpack.decode(said["request"], type=Name)
+        except (msgspec.DecodeError, KeyError):
+            return
+        if name not in self.owners:
+            outcome = Rejected("request", "the engine cannot read this request")
+            self._send(peer, Ended(request=name, outcome=outcome))
 
     def _say(self, message: FromWorker) -> None:
         assert isinstance(message, Tokens | PromptScores | Ended)
@@ -150,8 +165,9 @@ class Worker:
         self.socket.send_multipart((peer, encode(message)))
 
 
-def serve(engine: Engine, hello: Hello, bind: str) -> None:
-    """Bind `bind` (ipc:// or tcp:// on loopback) and serve until SIGTERM or the parent's end."""
+def serve(engine: Engine, hello: Hello, bind: str, parent: int) -> None:
+    """Bind `bind` (ipc:// or tcp:// on loopback) and serve until SIGTERM or the end of `parent`,
+    which may have come while the model was loading."""
     context = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     # A ROUTER drops frames beyond its mark without a word. What may queue is bounded by what was
@@ -159,7 +175,7 @@ def serve(engine: Engine, hello: Hello, bind: str) -> None:
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.LINGER, 1000)
     socket.bind(bind)
-    worker = Worker(engine, hello, socket, os.getppid())
+    worker = Worker(engine, hello, socket, parent)
     signal.signal(signal.SIGTERM, worker.stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's; the parent drains first
     try:

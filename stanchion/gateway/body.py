@@ -62,7 +62,7 @@ class Shared(Struct, frozen=True, kw_only=True):
     min_p: Share | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=10.0)] | None = None
     logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=LOGIT_BIAS_MAX)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Stop | Annotated[list[Stop], Meta(max_length=STOPS_MAX)] | None = None

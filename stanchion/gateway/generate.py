@@ -18,7 +18,7 @@ from stanchion.core.messages import PromptScores
 from stanchion.core.outcome import Cancelled, Outcome, worse
 from stanchion.gateway.choice import ChoiceFold, Piece
 from stanchion.gateway.failures import failure
-from stanchion.gateway.ledger import Mail, Ticket
+from stanchion.gateway.ledger import Mail, Ticket, joined
 from stanchion.gateway.link import Link
 from stanchion.gateway.metrics import Metrics, tag
 from stanchion.gateway.openai import Ask
@@ -158,7 +158,7 @@ class Generation:
         fold.cached_tokens = mail.cached_tokens
         fold.spec = mail.spec or fold.spec
         fold.draft_record = mail.draft_record
-        choice.scores = mail.scores or choice.scores
+        choice.scores = joined(choice.scores, mail.scores)
         before = fold.tokens
         choice.pieces.append(fold.push(mail.tokens, mail.logprobs, mail.top))
         self._time(choice, fold.tokens - before)

@@ -31,6 +31,14 @@ DraftRecord = list[tuple[list[int], int]]
 READ_MAX = 512  # tokens a reader is given at once: others want their turn
 
 
+def joined(first: PromptScores | None, then: PromptScores | None) -> PromptScores | None:
+    """A long prompt's scores come a chunk at a time, in order."""
+    if first is None or then is None:
+        return first or then
+    logprobs, top = [*first.logprobs, *then.logprobs], [*first.top, *then.top]
+    return PromptScores(request=first.request, logprobs=logprobs, top=top)
+
+
 @dataclass
 class Mail:
     """All that came for one request since its reader last looked."""
@@ -88,7 +96,7 @@ class Ticket:
             return
         mail = self._open()
         if isinstance(message, PromptScores):
-            mail.scores = message
+            mail.scores = joined(mail.scores, message)
         else:
             self._cached_tokens = max(self._cached_tokens, message.cached_tokens)
             mail.cached_tokens = self._cached_tokens

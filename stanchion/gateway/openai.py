@@ -28,6 +28,7 @@ from stanchion.gateway.stops import StopSet
 if TYPE_CHECKING:
     from stanchion.gateway.tokens import Vocabulary
 
+RESERVED = {"self", "messages", "tools", "documents"}  # what a template gets from elsewhere
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
@@ -195,6 +196,8 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[Any]:
 def _chat_tokens(body: ChatBody, vocabulary: Vocabulary, limits: Limits) -> list[int]:
     messages = [_message(place, message) for place, message in enumerate(body.messages)]
     settings = body.chat_template_kwargs or {}
+    if taken := sorted(RESERVED & settings.keys()):
+        raise RequestRejected("chat_template_kwargs", f"{taken[0]} is not yours to set")
     generate = body.add_generation_prompt is not False
     text = vocabulary.render(messages, **(settings | {"add_generation_prompt": generate}))
     return _encode(text, "messages", bool(body.add_special_tokens), vocabulary, limits)

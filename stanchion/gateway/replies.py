@@ -139,7 +139,7 @@ class Words:
     def prompt(self, tokens: Sequence[int], scores: PromptScores) -> list[Json | None]:
         """vLLM's form: nothing for the first token, then a map by id with the token itself."""
         told: list[Json | None] = [None]
-        for token, logprob, tops in zip(tokens[1:], scores.logprobs, scores.top, strict=False):
+        for token, logprob, tops in zip(tokens[1:], scores.logprobs, scores.top, strict=True):
             listed = {top.token: (rank, top.logprob) for rank, top in enumerate(tops, start=1)}
             # A token outside the list has a rank that nobody counted: null, not a number.
             shown = {token: listed.get(token, (None, logprob))} | listed
@@ -282,8 +282,10 @@ class Reply:
         return {"prompt_token_ids": self._ask.prompts[0]} if known else {}
 
     def _prompt_scores(self, index: int, scores: PromptScores | None) -> list[Json | None] | None:
-        prompt = self._ask.prompt_of(index)
-        return None if scores is None else self._words.prompt(prompt, scores)
+        if not self._ask.with_prompt_logprobs:
+            return None
+        nothing = PromptScores(request="", logprobs=[], top=[])  # a prompt of one token has none
+        return self._words.prompt(self._ask.prompt_of(index), scores or nothing)
 
     def _echo(self, index: int) -> str:
         style = self._ask.style
@@ -296,7 +298,7 @@ class Reply:
         return [
             Scored(token, logprob, top, offset)
             for token, logprob, top, offset in zip(
-                prompt, logprobs, tops, self._echo_offsets(prompt), strict=False
+                prompt, logprobs, tops, self._echo_offsets(prompt), strict=True
             )
         ]
 

@@ -1,7 +1,7 @@
 """Runs the gateway: binds, waits for its worker, serves, and drains when told to stop.
 
 `run` returns when everything that was accepted has ended, or `drain_s` has passed; what it returns
-says why it stopped. The first SIGTERM or SIGINT drains, a second one stops waiting.
+says why it stopped. The first SIGTERM, SIGINT or SIGHUP drains, a second one stops waiting.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def _told(given: Stopping | None, link: Link, worker_sentinel: int | None) -> It
         link.worker_died()
         stop()
 
-    signals = (signal.SIGTERM, signal.SIGINT) if given is None else ()
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if given is None else ()
     for one in signals:
         loop.add_signal_handler(one, stop)
     if worker_sentinel is not None:

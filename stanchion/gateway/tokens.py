@@ -188,6 +188,8 @@ def _defaults(folder: Path) -> dict[str, float]:
     """What generation_config.json says for fields that a request leaves out, as vLLM does."""
     said = _read(folder / "generation_config.json")
     found = {name: said[name] for name in DEFAULTS if said.get(name) is not None}
+    if found.get("top_k") in (0, -1):  # Hugging Face's and vLLM's words for "all"
+        del found["top_k"]
     try:
         msgspec.convert({"max_tokens": 0, **found}, Sampling)
     except msgspec.ValidationError as error:

@@ -40,6 +40,8 @@ class PagePool:
         self._free: deque[Page] = deque(range(1, size))
         self._counts: NDArray[np.int32] = np.zeros(size, np.int32)
         self._grips: dict[Grip, None] = {}
+        self._kept: NDArray[np.bool_] = np.zeros(size, np.bool_)
+        self.kept_alone = 0  # kept pages that nobody else holds
         self.generations: NDArray[np.int64] = np.zeros(size, np.int64)
 
     @property
@@ -62,10 +64,18 @@ class PagePool:
         """A pin of its own on pages that somebody holds already."""
         if len(pages) and not self._counts[pages].all():
             raise Bug(f"{holder} wants a pin on pages that nobody holds")
+        self.kept_alone -= self._alone(pages)
         self._counts[pages] += 1
         grip = Grip(pages)
         self._grips[grip] = None
         return Pin(self, grip, holder)
+
+    def keep(self, pages: Pages, holder: str) -> Pin:
+        """A pin that can be given up whenever nobody else holds the page: `kept_alone` counts."""
+        pin = self.regrip(pages, holder)
+        self._kept[pages] = True
+        self.kept_alone += self._alone(pages)
+        return pin
 
     def holders(self, page: Page) -> list[str]:
         return sorted(pin.holder for grip in self._grips if page in grip.pages for pin in grip.pins)
@@ -96,8 +106,16 @@ class PagePool:
 
     def _release(self, grip: Grip) -> None:
         del self._grips[grip]
-        self._counts[grip.pages] -= 1
-        self._free.extend(grip.pages[self._counts[grip.pages] == 0].tolist())
+        pages = grip.pages
+        self.kept_alone -= self._alone(pages)
+        self._counts[pages] -= 1
+        free = pages[self._counts[pages] == 0]
+        self._kept[free] = False
+        self.kept_alone += self._alone(pages)
+        self._free.extend(free.tolist())
+
+    def _alone(self, pages: Pages) -> int:
+        return int((self._kept[pages] & (self._counts[pages] == 1)).sum())
 
 
 class Pin:

@@ -8,9 +8,9 @@ are given back least recently used first, leaves before their parents.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ class Node:
     parent: Node | None
     tokens: bytes
     pin: Pin
+    used: int  # the tree's clock when it was last found
     children: int = 0
 
     @property
@@ -41,11 +42,21 @@ class PrefixTree:
         self.page_tokens = page_tokens
         self._pool = pool
         self._link = link
-        self._nodes: OrderedDict[Digest, Node] = OrderedDict()  # least recently used first
+        self._nodes: dict[Digest, Node] = {}
+        # Leaves by last use. An entry is stale once its node was used again, got a child, or left.
+        self._leaves: list[tuple[int, int, Node]] = []
+        self._clock = 0
+        self._serial = 0
 
     @property
     def pages(self) -> int:
         return len(self._nodes)
+
+    @property
+    def evictable(self) -> int:
+        """How many pages `evict` can give back: those that only the tree holds. Whoever holds a
+        page holds all before it, so below such a page there is no other."""
+        return self._pool.kept_alone
 
     def keys(self, root: Digest, tokens: Tokens, known: list[Digest]) -> list[Digest]:
         """The keys of all whole pages of `tokens`; `known` holds the first of them already."""
@@ -56,61 +67,81 @@ class PrefixTree:
 
     def match(self, keys: list[Digest], tokens: Tokens) -> Pages:
         """The longest run of leading pages that the tree has; marks them as used."""
-        found: list[Digest] = []
+        self._clock += 1
+        found: list[Node] = []
         for at, key in enumerate(keys):
             node = self._nodes.get(key)
             if node is None or node.tokens != self._page_bytes(tokens, at):
                 break
-            found.append(key)
-        for key in reversed(found):  # a parent counts as used after its child: leaves leave first
-            self._nodes.move_to_end(key)
-        return np.array([self._nodes[key].page for key in found], np.int32)
+            node.used = self._clock
+            found.append(node)
+        if found and not found[-1].children:
+            self._offer(found[-1])
+        return np.array([node.page for node in found], np.int32)
 
-    def publish(self, keys: list[Digest], tokens: Tokens, pages: Pages, first: int) -> None:
-        """Share pages first, first + 1, ... of a request; `keys` and `pages` start at its first."""
+    def publish(self, keys: list[Digest], tokens: Tokens, pages: Pages, first: int) -> Pages:
+        """Share pages first, first + 1, ... of a request; `keys` and `pages` start at its first.
+
+        Return the tree's own pages for those that it has already, from somebody who computed the
+        same: the request must hold them, since what it publishes later hangs below them.
+        """
+        self._clock += 1
+        known: list[int] = []
         for at in range(first, len(keys)):
-            if keys[at] in self._nodes:
+            node = self._nodes.get(keys[at])
+            if node is not None:
+                known.append(node.page)
                 continue
             parent = self._nodes.get(keys[at - 1]) if at else None
             if at and parent is None:
-                return  # its parent left: the run would be unreachable
-            pin = self._pool.regrip(pages[at : at + 1], "prefix")
-            self._nodes[keys[at]] = Node(keys[at], parent, self._page_bytes(tokens, at), pin)
+                break  # its parent left: the run would be unreachable
+            pin = self._pool.keep(pages[at : at + 1], "prefix")
+            node = Node(keys[at], parent, self._page_bytes(tokens, at), pin, self._clock)
+            self._nodes[node.key] = node
             if parent is not None:
                 parent.children += 1
+            if at == len(keys) - 1:
+                self._offer(node)
+        return np.array(known, np.int32)
 
     def evict(self, count: int) -> int:
-        """Give back up to `count` pages that only the tree holds. Return how many."""
-        gone: list[Node] = []
-        inner: set[Node] = set()  # passed by, because a child still needed them
-        for node in self._nodes.values():
-            chain: Node | None = node
-            while chain is not None and len(gone) < count and self._may_leave(chain):
-                chain.pin.drop()
-                gone.append(chain)
-                if (parent := chain.parent) is not None:
-                    parent.children -= 1
-                chain = parent if parent in inner else None
-            if len(gone) == count:
-                break
-            inner.add(node)
-        for node in gone:
-            del self._nodes[node.key]
-        return len(gone)
-
-    def evictable(self, most: int) -> int:
-        """How many pages `evict` could give back, counted up to `most`."""
-        held = 0
-        pages = [node.page for node in self._nodes.values()]
-        if pages:
-            held = int((self._pool.counts(np.array(pages, np.int32)) == 1).sum())
-        return min(held, most)
+        """Give back up to `count` pages that only the tree holds, least recently used first,
+        leaves before their parents. Return how many."""
+        gone, held = 0, []
+        while gone < count and self._leaves:
+            used, _, node = heappop(self._leaves)
+            if node.children or node.used != used or not node.pin.held:
+                continue
+            if int(self._pool.counts(node.pin.pages)[0]) > 1:
+                held.append(node)  # in use: it counts as used now
+                continue
+            self._leave(node)
+            gone += 1
+        self._clock += 1
+        for node in held:
+            node.used = self._clock
+            self._offer(node)
+        return gone
 
     def flush(self) -> int:
         return self.evict(len(self._nodes))
 
-    def _may_leave(self, node: Node) -> bool:
-        return node.children == 0 and int(self._pool.counts(node.pin.pages)[0]) == 1
+    def _leave(self, node: Node) -> None:
+        node.pin.drop()
+        del self._nodes[node.key]
+        if (parent := node.parent) is not None:
+            parent.children -= 1
+            if not parent.children:
+                self._offer(parent)
+
+    def _offer(self, leaf: Node) -> None:
+        if len(self._leaves) > 4 * len(self._nodes) + 64:  # mostly stale: start afresh
+            kept = [node for node in self._nodes.values() if not node.children]
+            self._leaves = [(node.used, at, node) for at, node in enumerate(kept, self._serial)]
+            self._serial += len(kept)
+            heapify(self._leaves)
+        self._serial += 1
+        heappush(self._leaves, (leaf.used, self._serial, leaf))
 
     def _page_bytes(self, tokens: Tokens, at: int) -> bytes:
         return tokens[at * self.page_tokens : (at + 1) * self.page_tokens].tobytes()

@@ -25,8 +25,9 @@ class KvProof:
 
 
 class Ready:
-    def __init__(self, pages: int, layers: int, page_tokens: int) -> None:
+    def __init__(self, pages: int, target_layers: int, layers: int, page_tokens: int) -> None:
         self.page_tokens = page_tokens
+        self._target_layers = target_layers
         self._rows: NDArray[np.int32] = np.zeros((layers, pages), np.int32)
 
     def reset(self, pages: Pages) -> None:
@@ -38,9 +39,14 @@ class Ready:
         marks = self._rows[layer]
         marks[pages] = np.maximum(marks[pages], rows)
 
-    def lower_to(self, pages: Pages, rows: NDArray[np.int32]) -> None:
-        """What lies above `rows` was rejected, in every layer."""
-        self._rows[:, pages] = np.minimum(self._rows[:, pages], rows)
+    def lower_to(self, pages: Pages, target: NDArray[np.int32], draft: NDArray[np.int32]) -> None:
+        """What lies above was rejected: in the target layers above `target` rows of each page, in
+        the draft layer, which is a slot ahead, above `draft`."""
+        for layers, rows in (
+            (self._rows[: self._target_layers], target),
+            (self._rows[self._target_layers :], draft),
+        ):
+            layers[:, pages] = np.minimum(layers[:, pages], rows)
 
     def rows(self, layer: int, page: int) -> int:
         return int(self._rows[layer, page])
@@ -56,7 +62,6 @@ class Ready:
         pages: Pages,
         target_tokens: int,
         draft_tokens: int,
-        target_layers: int,
         generations: NDArray[np.int64],
         now: NDArray[np.int64],
     ) -> KvProof:
@@ -69,8 +74,8 @@ class Ready:
             raise Bug(f"{request} holds a page of another generation")
         before = np.arange(len(used)) * self.page_tokens
         for layers, tokens in (
-            (self._rows[:target_layers], target_tokens),
-            (self._rows[target_layers:], draft_tokens),
+            (self._rows[: self._target_layers], target_tokens),
+            (self._rows[self._target_layers :], draft_tokens),
         ):
             short = (layers[:, used] < np.minimum(tokens - before, self.page_tokens)).any(0)
             if short.any():

@@ -38,7 +38,7 @@ def test_decoding_streams_get_a_token_in_every_step_under_endless_prefill() -> N
 
 
 def test_a_short_prompt_beside_a_huge_one_waits_a_bounded_time() -> None:
-    limits = Limits(chunk_tokens=256, prefilling_max=4, draft_tokens=0)
+    limits = Limits(chunk_tokens=256, draft_tokens=0)
     engine = hashed_engine(limits, pages=8192)
     engine.step([start("huge", 100_000, 1)])
     engine.step([start("short", 200, 1, first=40)])
@@ -67,7 +67,7 @@ def test_a_blocked_head_is_overtaken_a_bounded_number_of_times() -> None:
 
 def test_two_that_need_the_pool_together_both_finish() -> None:
     """Neither gets part of its pages and waits for the rest holding them."""
-    limits = Limits(chunk_tokens=4096, prefilling_max=3, draft_tokens=3)
+    limits = Limits(chunk_tokens=4096, draft_tokens=3)
     engine = hashed_engine(limits, pages=129)
     starts = [start("one", 1600, 30), start("two", 1200, 30, 40), start("three", 1000, 30, 50)]
     heard = finish(engine, starts)

@@ -28,7 +28,6 @@ def one_storm(
     limits = Limits(
         chunk_tokens=chunk,
         running_max=1 + choices.pick(24),
-        prefilling_max=1 + choices.pick(6),
         draft_tokens=drafts,
     )
     engine = hashed_engine(limits, pages, page_tokens, top_k, failpoints)

@@ -3,10 +3,11 @@ import pytest
 
 from stanchion.core.errors import Bug
 from stanchion.core.identity import CacheIdentity, chain
-from stanchion.kv.pages import PagePool
+from stanchion.kv.pages import PagePool, Pin
 from stanchion.kv.prefix import PrefixTree, Tokens
 from stanchion.kv.ready import Ready
 from stanchion.kv.schema import Buffer, Schema
+from stanchion.sim.choices import seeded
 
 ROOT = CacheIdentity("tenant", "", "model", "1", "schema").digest()
 PAGE = 4
@@ -90,12 +91,57 @@ def test_what_a_request_holds_is_not_evicted() -> None:
     tree = PrefixTree(pool, PAGE)
     pages = published(pool, tree, tokens(16))
     holder = pool.regrip(np.array(pages[:2], np.int32), "request")
-    assert tree.evictable(9) == 2
+    assert tree.evictable == 2
     assert tree.evict(9) == 2
     assert tree.match(tree.keys(ROOT, tokens(16), []), tokens(16)).tolist() == pages[:2]
     holder.drop()
     assert tree.flush() == 2
     assert pool.available == 8 and pool.audit() == []
+
+
+def test_who_computed_the_same_holds_the_trees_pages() -> None:
+    """Two requests compute one prefix at once; the second goes on below the first's pages."""
+    pool = PagePool(9)
+    tree = PrefixTree(pool, PAGE)
+    said = tokens(8)
+    keys = tree.keys(ROOT, said, [])
+    first, second = pool.take(2, "first"), pool.take(2, "second")
+    assert len(tree.publish(keys[:1], said, first.pages, 0)) == 0
+    known = tree.publish(keys[:1], said, second.pages, 0)
+    assert known.tolist() == first.pages[:1].tolist()
+    held = pool.regrip(known, "second")
+    first.drop()
+    assert len(tree.publish(keys, said, second.pages, 1)) == 0
+    assert tree.evictable == 0 and tree.evict(9) == 0
+    second.drop()
+    held.drop()
+    assert tree.evictable == 2 and tree.evict(9) == 2
+    assert pool.available == 8 and pool.audit() == []
+
+
+def test_what_can_be_evicted_is_counted_exactly() -> None:
+    """Against a count by hand, through random use."""
+    choices = seeded(3)
+    pool = PagePool(65)
+    tree = PrefixTree(pool, PAGE)
+    pins: list[Pin] = []
+    for _ in range(600):
+        said = tokens(4 * (1 + choices.pick(5)), 100 * choices.pick(4))
+        keys = tree.keys(ROOT, said, [])
+        hit = tree.match(keys, said)
+        if len(keys) - len(hit) <= pool.available:
+            shared = pool.regrip(hit, "r")
+            own = pool.take(len(keys) - len(hit), "r")
+            pages = np.concatenate([shared.pages, own.pages])
+            tree.publish(keys, said, pages, len(hit))
+            pins += [shared, own]
+        while pins and choices.pick(2):
+            pins.pop(choices.pick(len(pins))).drop()
+        alone = sum(pool.holders(page) == ["prefix"] for page in range(1, 65))
+        assert tree.evictable == pool.kept_alone == alone
+        if choices.pick(4) == 0 and not pins:
+            assert tree.evict(3) == min(3, alone)
+    assert pool.audit() == []
 
 
 def test_least_recently_used_leaves_first() -> None:
@@ -111,34 +157,35 @@ def test_least_recently_used_leaves_first() -> None:
 
 
 def test_readiness_is_the_minimum_over_layers() -> None:
-    ready = Ready(pages=5, layers=3, page_tokens=PAGE)
+    ready = Ready(pages=5, target_layers=2, layers=3, page_tokens=PAGE)
     pages = np.array([1, 2], np.int32)
     for layer in (0, 1):
         ready.raise_to(layer, pages, np.array([4, 4], np.int32))
     assert ready.complete(pages).tolist() == [False, False]
     ready.raise_to(2, pages, np.array([4, 3], np.int32))
     assert ready.complete(pages).tolist() == [True, False]
-    ready.lower_to(pages[:1], np.array([2], np.int32))
+    ready.lower_to(pages[:1], np.array([2], np.int32), np.array([3], np.int32))
+    assert ready.rows(2, 1) == 3
     assert not ready.complete(pages).any()
     assert ready.rows(0, 1) == 2
 
 
 def test_a_proof_wants_every_page_every_layer_and_its_generation() -> None:
-    ready = Ready(pages=5, layers=3, page_tokens=PAGE)
+    ready = Ready(pages=5, target_layers=2, layers=3, page_tokens=PAGE)
     pages = np.array([3, 1], np.int32)
     now = np.array([0, 7, 0, 9, 0], np.int64)
     mine = np.array([9, 7], np.int64)
     for layer in (0, 1):
         ready.raise_to(layer, pages, np.array([4, 2], np.int32))
     ready.raise_to(2, pages, np.array([4, 1], np.int32))
-    proof = ready.prove("r", pages, 6, 5, 2, mine, now)
+    proof = ready.prove("r", pages, 6, 5, mine, now)
     assert (proof.request, proof.tokens) == ("r", 6)
     with pytest.raises(Bug, match="page 1, which is not ready"):
-        ready.prove("r", pages, 7, 5, 2, mine, now)  # the target layers end at 6
+        ready.prove("r", pages, 7, 5, mine, now)  # the target layers end at 6
     with pytest.raises(Bug, match="page 1, which is not ready"):
-        ready.prove("r", pages, 6, 6, 2, mine, now)  # the draft layer ends at 5
+        ready.prove("r", pages, 6, 6, mine, now)  # the draft layer ends at 5
     with pytest.raises(Bug, match="another generation"):
-        ready.prove("r", pages, 6, 5, 2, np.array([9, 6], np.int64), now)
+        ready.prove("r", pages, 6, 5, np.array([9, 6], np.int64), now)
 
 
 def schema(index_dtype: str = "float32", draft: bool = True) -> Schema:
