@@ -39,6 +39,7 @@ from stanchion.kv.ready import Ready
 
 TRIES = 4  # requests that do not fit are tried this many a step, oldest first
 FAILPOINTS = {
+    "flight_without_pin": "a flight relies on its requests' pins: they may end while it is out",
     "hit_without_pin": "a prefix hit takes no pin: eviction may give its pages away",
     "publish_before_complete": "a prompt's pages are shared before they are computed",
     "watermark_not_lowered": "rows of rejected drafts keep counting as ready",
@@ -176,7 +177,7 @@ class Engine:
         for landed in flight.landing.wait():
             if self.running.get(landed.piece.request.name) is landed.piece.request:
                 said += self._settle(landed)  # else it ended while the flight was out
-        for pin in flight.pins:
+        for pin in flight.pins if "flight_without_pin" not in self.failpoints else []:
             pin.drop()
         return said
 
@@ -281,12 +282,17 @@ class Engine:
         pieces = plan(list(self.running.values()), self.limits)
         if not pieces:
             return []
-        pins = [
-            pin.share(f"flight of {one.request.name}") for one in pieces for pin in one.request.pins
-        ]
+        pins = self._pins_of(pieces)
         self.counters.steps += 1
         self.flight = Flight(self.launch(pieces, pins), pins)
         return []
+
+    def _pins_of(self, pieces: Sequence[Piece]) -> list[Pin]:
+        """The flight's own: a request may end, and drop its pins, while the flight is out."""
+        held = [pin for one in pieces for pin in one.request.pins]
+        if "flight_without_pin" in self.failpoints:
+            return held
+        return [pin.share(f"flight of {pin.holder}") for pin in held]
 
     def _admit(self) -> None:
         """Start requests, oldest first. Each gets all pages that its known tokens need, or none:

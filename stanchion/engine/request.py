@@ -112,7 +112,7 @@ class Request:
         own = self.sampling.draft_tokens
         return max(0, min(most if own is None else min(own, most), self.tokens_left - 1))
 
-    def ask(self, drafts: list[int], banned: bool = True) -> Ask:
+    def ask(self, drafts: list[int]) -> Ask:
         """The question for the token after `drafts`, which follow the known tokens."""
         ask = Ask(self.sampling, self.seed, self.length + len(drafts), self.generated + len(drafts))
         if not ask.shaped:

@@ -133,7 +133,7 @@ class _Flight:
     def _draft_further(self, lanes: list[Landed], states: dict[int, Ahead]) -> None:
         tables = self._tables(lanes)
         tokens = np.array([one.drafts[-1] for one in lanes], np.int64)
-        firsts = np.array([one.piece.request.computed + len(one.drafts) for one in lanes], np.int64)
+        firsts = np.array([one.piece.first + len(one.drafts) for one in lanes], np.int64)
         ones = np.ones(len(lanes), np.int64)
         hidden = torch.cat([states[id(one)].hidden for one in lanes])
         batch = tables.ragged(tokens, firsts, ones)
@@ -199,7 +199,7 @@ class _Flight:
         end = piece.first + piece.count
         drafted = piece.first if self._model.schema.draft else end
         request.proof = self._runner._ready.prove(
-            request.name, request.pages, end, drafted, request.generations,
+            request.name, piece.pages, end, drafted, request.generations,
             self._runner._pool.generations,
         )  # fmt: skip
 
@@ -273,7 +273,7 @@ class _Flight:
 
     def _tables_of(self, lanes: Sequence[Landed]) -> Tables:
         page_tokens = self._model.schema.page_tokens
-        return Tables.of([one.piece.request.pages for one in lanes], page_tokens)
+        return Tables.of([one.piece.pages for one in lanes], page_tokens)
 
     def _lease(self, tables: Tables, written: Pages) -> Leased:
         return Leased(self._runner._store, self._runner._stream, self._pins, tables.pages, written)
@@ -284,8 +284,8 @@ class _Flight:
 
 
 def _ahead(one: Landed) -> Ahead:
-    assert one.piece.request.ahead is not None
-    return one.piece.request.ahead
+    assert one.piece.ahead is not None
+    return one.piece.ahead
 
 
 def _input(one: Landed) -> Ints:

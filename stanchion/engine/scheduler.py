@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stanchion.engine.request import Request
+from stanchion.device.stream import Pages
+from stanchion.engine.request import Ahead, Request
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,9 @@ class Piece:
     drafts: int
     redone: int
     samples: bool  # its last position (every position of a verify step) asks for a token
-
-    @property
-    def decodes(self) -> bool:
-        return self.request.phase == "decode"
+    pages: Pages  # as they were when the flight began: the request may end while it is out
+    ahead: Ahead | None
+    decodes: bool  # a verify step, not a prefill chunk
 
 
 def plan(running: Sequence[Request], limits: Limits) -> list[Piece]:
@@ -57,7 +57,10 @@ def plan(running: Sequence[Request], limits: Limits) -> list[Piece]:
 
 def _verify_step(request: Request, limits: Limits) -> Piece:
     drafts = request.drafts(limits.draft_tokens) if request.ahead is not None else 0
-    return Piece(request, request.computed, 1 + drafts, drafts, redone=0, samples=True)
+    return Piece(
+        request, request.computed, 1 + drafts, drafts, redone=0, samples=True,
+        pages=request.pages, ahead=request.ahead, decodes=True,
+    )  # fmt: skip
 
 
 def _chunk(request: Request, share: int) -> Piece:
@@ -65,7 +68,7 @@ def _chunk(request: Request, share: int) -> Piece:
     first = request.computed - redone
     last = first + share == request.prefill_end
     samples = last and not request.generated and request.sampling.max_tokens > 0
-    return Piece(request, first, share, 0, redone, samples)
+    return Piece(request, first, share, 0, redone, samples, request.pages, None, False)
 
 
 def to_compute(request: Request) -> int:

@@ -12,9 +12,13 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
+import msgspec
 import openai
 import pytest
+
+from stanchion.core.config import Config, load
 
 START_S = 60
 
@@ -97,6 +101,37 @@ def test_a_wrong_field_is_named(tiny: Server) -> None:
     with client(tiny) as speaker, pytest.raises(openai.BadRequestError) as caught:
         speaker.completions.create(model="tiny", prompt="x", temperature=9.0)
     assert "temperature" in str(caught.value) and "2" in str(caught.value)
+
+
+def test_a_long_prompt_is_scored_whole(tiny: Server) -> None:
+    """Scores come from the engine a chunk at a time; each must stand beside its own token."""
+    ids = [20 + (at * at) % 900 for at in range(1300)]
+    body: dict[str, object] = {
+        "model": "tiny",
+        "prompt": ids,
+        "max_tokens": 1,
+        "prompt_logprobs": 0,
+    }
+    scores = tiny.post("/v1/completions", body)["choices"][0]["prompt_logprobs"]  # type: ignore[index]
+    assert len(scores) == len(ids) and scores[0] is None
+    assert all(str(token) in score for token, score in zip(ids[1:], scores[1:]))
+    short = tiny.post("/v1/completions", body | {"prompt": ids[:300]})
+    assert short["choices"][0]["prompt_logprobs"] == scores[:300]  # type: ignore[index]
+    one = tiny.post("/v1/completions", body | {"prompt": ids[:1]})
+    assert one["choices"][0]["prompt_logprobs"] == [None]  # type: ignore[index]
+
+
+def test_an_engine_whose_parent_is_gone_ends(tmp_path: Path) -> None:
+    settings = msgspec.json.encode(load(Config(), "", ["model.path=hashed"])).decode()
+    command = [sys.executable, "-m", "stanchion.cli.worker", f"ipc://{tmp_path}/w", settings, "1"]
+    assert subprocess.run(command, timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
+def test_an_idle_server_ends_at_once(sent: signal.Signals) -> None:
+    with serving("hashed") as server:
+        server.process.send_signal(sent)
+        assert server.process.wait(30) == 0
 
 
 def test_sigterm_during_load_loses_nothing_that_was_accepted() -> None:

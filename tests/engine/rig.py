@@ -6,6 +6,7 @@ never short. Text, log-probabilities, outcome and draft record must all be equal
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -14,8 +15,10 @@ import numpy as np
 from stanchion.core.messages import Abort, Ended, PromptScores, Start, Tokens
 from stanchion.core.request import Sampling
 from stanchion.engine.assemble import assemble
-from stanchion.engine.loop import Engine
-from stanchion.engine.scheduler import Limits
+from stanchion.engine.flight import Landed
+from stanchion.engine.loop import Engine, Landing
+from stanchion.engine.scheduler import Limits, Piece
+from stanchion.kv.pages import Pin
 from stanchion.model.hashed import END_TOKEN, HashModel
 from stanchion.sim.choices import Choices
 
@@ -124,6 +127,25 @@ def random_start(
 
 
 @dataclass
+class Late:
+    """A flight whose work is done when somebody waits for it: clients leave before it begins."""
+
+    launch: Callable[[Sequence[Piece], list[Pin]], Landing]
+    pieces: Sequence[Piece]
+    pins: list[Pin]
+
+    def wait(self) -> list[Landed]:
+        return self.launch(self.pieces, self.pins).wait()
+
+
+def late(engine: Engine) -> Engine:
+    """The same engine over a device that is as late as it may be."""
+    launch = engine.launch
+    engine.launch = lambda pieces, pins: Late(launch, pieces, pins)
+    return engine
+
+
+@dataclass
 class Storm:
     """What a storm did: the answers, and who was aborted in which state."""
 
@@ -164,7 +186,10 @@ def storm(engine: Engine, choices: Choices, requests: int, abort_one_in: int = 5
 
 def _victim(engine: Engine, choices: Choices, one_in: int) -> tuple[str, str] | None:
     alive = [*engine.running.values(), *engine.waiting]
-    if not alive or choices.pick(one_in):
+    preempted = [one for one in engine.waiting if one.generated]  # rare, and so met on purpose
+    if preempted and one_in < 100 and choices.pick(2):
+        alive = preempted
+    elif not alive or choices.pick(one_in):
         return None
     request = alive[choices.pick(len(alive))]
     flying = engine.flight is not None and any(

@@ -6,10 +6,13 @@ from functools import cache as once
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 from stanchion.cli.settings import model_folder
+from stanchion.core.errors import Bug
+from stanchion.core.identity import CacheIdentity
 from stanchion.core.messages import Ended, Start
 from stanchion.core.outcome import Completed, OutputSuspect
 from stanchion.core.request import Sampling
@@ -123,9 +126,39 @@ def test_a_nan_ends_its_own_request_only_and_is_never_shared() -> None:
     assert engine.audit() == []
 
 
-def _root(engine: Engine, start: Start) -> bytes:
-    from stanchion.core.identity import CacheIdentity
+class BadDrafts(HashModel):
+    """Its draft logits turn to NaN from the second draft of a window on."""
 
+    calls = 0
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        logits = super().draft_logits(hidden)
+        self.calls += 1
+        return logits * torch.nan if self.calls % 3 == 0 else logits
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_nan_draft_is_never_accepted(temperature: float) -> None:
+    engine = assemble(BadDrafts(), Limits(draft_tokens=3), 64)
+    sampling = Sampling(max_tokens=40, temperature=temperature, ignore_eos=True, seed=1)
+    heard = finish(engine, [Start(request="r", tokens=[40] * 9, sampling=sampling)])["r"]
+    assert isinstance(heard.ends[0].outcome, OutputSuspect)
+    assert all(logprob > -20.0 for logprob in heard.logprobs)
+
+
+def test_rows_that_stop_being_ready_stop_their_request() -> None:
+    """The proof is made for each verify window, not once: here a watermark falls in between."""
+    engine = assemble(HashModel(), Limits(draft_tokens=3), 64)
+    sampling = Sampling(max_tokens=40, temperature=0.0, ignore_eos=True)
+    engine.step([Start(request="r", tokens=[40] * 40, sampling=sampling)])
+    engine.step([])
+    pages = engine.running["r"].pages[:1]
+    engine.ready.lower_to(pages, np.array([7], np.int32), np.array([7], np.int32))
+    with pytest.raises(Bug, match="which is not ready"):
+        finish(engine, [])
+
+
+def _root(engine: Engine, start: Start) -> bytes:
     served = engine.served
     return CacheIdentity(
         start.tenant, start.salt, served.model, served.revision, served.schema

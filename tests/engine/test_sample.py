@@ -192,6 +192,14 @@ def test_greedy_accepts_exactly_what_the_target_would_say() -> None:
     assert (one_right.tokens, one_right.accepted) == ([1, 0], 1)
 
 
+@pytest.mark.parametrize("temperature", [1e-40, 5e-324, 9e-6])
+def test_nearly_zero_means_greedy(temperature: float) -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0, 0.0]])
+    cold = Sampling(max_tokens=9, temperature=temperature)
+    (chosen,) = verify(logits, [Window((ask(cold, 1, ()),))])
+    assert chosen.tokens == [1]
+
+
 def test_logprobs_are_raw() -> None:
     logits = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(1))
     hot = Sampling(max_tokens=9, temperature=0.3, top_k=1, presence_penalty=2.0, logprobs=2, seed=3)

@@ -47,6 +47,25 @@ def test_a_short_prompt_beside_a_huge_one_waits_a_bounded_time() -> None:
     assert "huge" in engine.running
 
 
+def test_a_short_prompt_behind_many_long_ones_waits_a_bounded_time() -> None:
+    """Of n prompts each gets at least chunk / 2n tokens a flight, so 10 tokens take few flights."""
+    engine = hashed_engine(Limits(chunk_tokens=64, draft_tokens=0), pages=8192)
+    engine.step([start(f"long {at}", 6000, 1, 33 + at) for at in range(8)])
+    engine.step([start("short", 10, 1, first=60)])
+    assert steps_until(engine, "short", 10) <= 4
+    assert len(engine.running) == 8
+
+
+def test_no_long_prompt_starves_under_endless_short_ones() -> None:
+    engine = hashed_engine(Limits(chunk_tokens=8, running_max=16, draft_tokens=0), pages=2048)
+    engine.step([start("long", 400, 1)])
+    for step in range(130):
+        said = engine.step([start(f"short {step} {at}", 5, 1, 35 + at) for at in range(3)])
+        if any(isinstance(one, Tokens) and one.request == "long" for one in said):
+            return
+    raise AssertionError("400 tokens at half of 8 a flight take 100 flights")
+
+
 def test_a_blocked_head_is_overtaken_a_bounded_number_of_times() -> None:
     """The head needs nearly the whole pool; small ones pass it, but not for ever."""
     limits = Limits(chunk_tokens=512, overtakes_max=5, draft_tokens=0)

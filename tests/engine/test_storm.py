@@ -6,17 +6,22 @@ from stanchion.core.errors import Bug
 from stanchion.engine.loop import FAILPOINTS, Engine
 from stanchion.engine.scheduler import Limits
 from stanchion.sim.choices import seeded
-from tests.engine.rig import Storm, hashed_engine, storm, wrong
+from tests.engine.rig import Storm, hashed_engine, late, storm, wrong
 
 STATES = {"waiting", "preempted", "prefill", "prefill in flight", "decode in flight"}
 
 
 def one_storm(
-    seed: int, requests: int, failpoints: tuple[str, ...] = (), calm: bool = False
+    seed: int,
+    requests: int,
+    failpoints: tuple[str, ...] = (),
+    calm: bool = False,
 ) -> tuple[Storm, Engine]:
     """The seed decides drafts, chunks, top-k, page size and pool; raise with it on any fault.
 
-    A calm storm has a large pool, pages of one token and no aborts: more turns go on to the next.
+    With an odd seed each flight's work is done only when it is waited for: who leaves while it is
+    out leaves before it begins. A calm storm has a large pool, pages of one token and no aborts, so
+    that more turns go on to the next.
     """
     choices = seeded(seed)
     drafts, chunk = choices.pick(6), (1, 3, 17, 1 + choices.pick(64))[choices.pick(4)]
@@ -31,6 +36,8 @@ def one_storm(
         draft_tokens=drafts,
     )
     engine = hashed_engine(limits, pages, page_tokens, top_k, failpoints)
+    if seed % 2:
+        late(engine)
     result = storm(engine, choices, requests, abort_one_in=10**9 if calm else 5)
     assert wrong(result, drafts, top_k) == [], f"replay with seed {seed}"
     assert engine.audit() == [], f"replay with seed {seed}"
