@@ -38,7 +38,9 @@ class Engine:
     chunk_tokens: Annotated[int, "prefill tokens a flight, at most"] = 512
     running_max: Annotated[int, "requests computed at once"] = 64
     waiting_max: Annotated[int, "requests that may wait; more are refused with 429"] = 1024
-    deterministic: Annotated[bool, "outputs do not depend on the batch; slower"] = False
+    deterministic: Annotated[
+        bool, "demand outputs that no batch changes; on CPUs they always are so"
+    ] = False
     threads: Annotated[int, "OpenMP threads of the engine process"] = 1
 
 

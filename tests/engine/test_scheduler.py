@@ -84,6 +84,16 @@ def test_a_blocked_head_is_overtaken_a_bounded_number_of_times() -> None:
     assert 0 < len(overtook) <= limits.overtakes_max
 
 
+def test_many_that_fit_in_one_step_overtake_no_more_than_that() -> None:
+    engine = hashed_engine(Limits(chunk_tokens=64, overtakes_max=3, draft_tokens=0), pages=60)
+    engine.step([start("runs", 320, 400)])
+    engine.step([start("head", 800, 5, first=40)])
+    head = engine.waiting[0]
+    for step in range(60):
+        engine.step([start(f"small {step} {at}", 4, 8, 35 + at) for at in range(8)])
+    assert head.overtaken == 3
+
+
 def test_two_that_need_the_pool_together_both_finish() -> None:
     """Neither gets part of its pages and waits for the rest holding them."""
     limits = Limits(chunk_tokens=4096, draft_tokens=3)
