@@ -149,7 +149,7 @@ def card(
     tuned = ""
     if "tune_minutes" in training:
         tuned = (
-            f"Then the draft layer alone for {training['tune_minutes']:.0f} minutes"
+            f"Then the draft layer alone for {training['tune_minutes']:g} minutes"
             f" ({training['tune_steps']} steps): unrolled three steps on its own output, soft"
             f" targets of the model, 60 % of the texts sampled from the model (seed {seed + 1})."
         )
@@ -198,7 +198,7 @@ can repeat passages of its training text, above all when it is asked to quote th
 
 ## Recipe
 
-`runs/train_tiny.sh` makes all of it again: {training["train_minutes"]:.0f} minutes,
+`runs/train_tiny.sh` makes all of it again: {training["train_minutes"]:.0f} minutes, \
 {training["train_steps"]} steps, {training["train_tokens"] / 1e6:.1f} M tokens on two CPU cores
 (seed {seed}). The schedule follows the clock, so a repeat is alike and not the same.{note}
 
@@ -224,8 +224,7 @@ alone {losses["quote_answers"]:.3f}; the draft layer on raw text {losses["raw_dr
 
 ## Acceptance of drafts
 
-{evaluation["drafts"]} drafts a step, prompts of
-{evaluation["prompt_tokens"]} held-out tokens,
+{evaluation["drafts"]} drafts a step, prompts of {evaluation["prompt_tokens"]} held-out tokens, \
 {evaluation["generated_tokens"]} tokens generated each; drafts sampled and accepted by
 rejection sampling, special tokens never sampled. Accept length counts the bonus token. All figures
 are of whole generations.

@@ -369,9 +369,10 @@ class Network(nn.Module):
 
     def to_bfloat16(self) -> None:
         """All but the routing biases, whose steps are too small for bf16."""
+        biases = [moe.bias for moe in self.moes()]
         self.bfloat16()
-        for moe in self.moes():
-            moe.bias = moe.bias.float()
+        for moe, bias in zip(self.moes(), biases, strict=True):
+            moe.bias = bias
 
 
 class HeadLoss(torch.autograd.Function):

@@ -224,8 +224,17 @@ def test_every_order_with_one_failure_is_safe_and_ends(failure: str) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_every_order_with_all_failures_is_safe_and_ends() -> None:
-    states = visit(Machines())
+@pytest.mark.parametrize(
+    "start",
+    [
+        CALM._replace(losses=1, repeats=1, crashes=1, stops=1),
+        World(losses=1, repeats=0, crashes=0, stops=0),
+        World(losses=0, repeats=0, crashes=1, stops=1),
+    ],
+    ids=["all failures of one", "both lose and leave", "both die or stop"],
+)
+def test_every_order_of_a_larger_world_is_safe_and_ends(start: World) -> None:
+    states = visit(Machines(), start)
     print(states, "states")
     assert states > 100_000
 
