@@ -64,7 +64,8 @@ def draft(logits: Tensor, asks: Sequence[Ask]) -> tuple[list[int], list[Tensor |
     if len(sampled) < len(asks):
         tokens = shaped.argmax(1).tolist()
     if sampled:
-        probabilities = distribution(shaped[sampled], [asks[row] for row in sampled])
+        rows = shaped if len(sampled) == len(asks) else shaped[sampled]
+        probabilities = distribution(rows, [asks[row] for row in sampled])
         points = _points("draft", [asks[row] for row in sampled])
         for row, token, one in zip(sampled, _draw(probabilities, points), probabilities):
             tokens[row], drawn[row] = token, one
@@ -78,7 +79,8 @@ def verify(logits: Tensor, windows: Sequence[Window]) -> list[Chosen]:
     greedy = any(window.greedy for window in windows)
     best = shaped.argmax(1).tolist() if greedy else []
     sampled = [row for row, ask in enumerate(asks) if not ask.sampling.greedy]
-    target = distribution(shaped[sampled], [asks[row] for row in sampled]) if sampled else shaped
+    rows = shaped if len(sampled) == len(asks) else shaped[sampled]
+    target = distribution(rows, [asks[row] for row in sampled]) if sampled else shaped
     ends: list[tuple[int, int]] = []
     judged = iter(_judge([one for one in windows if not one.greedy], target))
     first = 0
@@ -106,38 +108,14 @@ def _judge(windows: Sequence[Window], target: Tensor) -> list[tuple[int, int]]:
     """
     if not windows:
         return []
-    accepted = _passed(windows, target)
-    sizes = np.array([len(one.asks) for one in windows])
-    rows = np.cumsum(sizes) - sizes + accepted
-    rest = target[torch.from_numpy(rows)]
-    stopped = [at for at, one in enumerate(windows) if accepted[at] < len(one.drafts)]
-    if stopped:
-        sources = [windows[at].drawn_from for at in stopped]
-        refused = torch.stack([q[accepted[at]] for at, q in zip(stopped, sources) if q is not None])
-        left = (rest[stopped] - refused).clamp_min(0.0)
-        # Where nothing is left, p and q are equal but for rounding: then p itself is right.
-        rest[stopped] = torch.where(left.sum(1, keepdim=True) > 0.0, left, rest[stopped])
-    asks = [one.asks[count] for one, count in zip(windows, accepted)]
-    return list(zip(accepted.tolist(), _draw(rest, _points("recover", asks))))
-
-
-def _passed(windows: Sequence[Window], target: Tensor) -> Ints:
-    """How many of each window's drafts pass, in order, before the first that does not."""
-    asks = [ask for one in windows for ask in one.asks[:-1]]
-    counts = np.array([len(one.drafts) for one in windows])
-    if not asks:
-        return np.zeros(len(windows), np.int64)
-    owner = np.repeat(np.arange(len(windows)), counts)
-    drafts = torch.tensor([token for one in windows for token in one.drafts])
-    rows = torch.from_numpy(np.arange(len(asks)) + owner)  # each window has one row more
-    p = target[rows, drafts].double().numpy()
-    q = torch.cat([one.drawn_from for one in windows if one.drawn_from is not None])
-    chance = q[torch.arange(len(asks)), drafts].double().numpy()
-    refused = ~(_points("accept", asks) * chance < p)  # NaN never passes
-    place = np.arange(len(asks)) - np.repeat(np.cumsum(counts) - counts, counts)
-    accepted = counts.astype(np.int64)
-    np.minimum.at(accepted, owner[refused], place[refused])
-    return accepted
+    drafts = np.array([token for one in windows for token in one.drafts], np.int64)
+    counts = np.array([len(one.drafts) for one in windows], np.int64)
+    sources = [one.drawn_from for one in windows if one.drawn_from is not None]
+    drawn = torch.cat(sources) if sources else target[:0]
+    accept = _points("accept", [ask for one in windows for ask in one.asks[:-1]])
+    recover = _points("recover", [ask for one in windows for ask in one.asks])
+    accepted, tokens = choose.judge(target.numpy(), drawn.numpy(), drafts, counts, accept, recover)
+    return list(zip(accepted.tolist(), tokens.tolist()))
 
 
 def _points(stream: Uniform, asks: Sequence[Ask]) -> Doubles:

@@ -7,6 +7,8 @@ from stanchion.device.kernels.choose import (
     draw_plain,
     finite,
     finite_plain,
+    judge,
+    judge_plain,
     log_norms,
     log_norms_plain,
     soften,
@@ -65,3 +67,28 @@ def test_uniforms_equal_their_reference() -> None:
     places = np.array([0, 1, 2, 2**40], np.uint64)
     for stream in (1, 2, 3):
         assert uniforms(seeds, stream, places).tolist() == uniforms_plain(seeds, stream, places)
+
+
+def test_windows_are_judged_as_the_reference_does() -> None:
+    generator = np.random.default_rng(4)
+    counts = np.array([0, 1, 3, 5, 2] * 12)
+    rows = int(counts.sum()) + len(counts)
+    heat = np.ones(rows, np.float32)
+    target = soften(logits(rows, 33, 5).numpy(), heat)
+    drawn = soften(logits(int(counts.sum()), 33, 6).numpy() / 2, heat[: counts.sum()])
+    drawn[::7] = target[: len(drawn[::7])]  # where p and q are equal nothing is left of p - q
+    drafts = np.array([generator.choice(33, p=one / one.sum()) for one in drawn.astype(float)])
+    accept, recover = generator.random(len(drafts)), generator.random(rows)
+    accepted, tokens = judge(target, drawn, drafts, counts, accept, recover)
+    said = judge_plain(
+        torch.from_numpy(target), torch.from_numpy(drawn), drafts, counts, accept, recover
+    )
+    assert list(zip(accepted.tolist(), tokens.tolist())) == said
+
+
+def test_a_nan_never_passes() -> None:
+    target = np.full((2, 4), np.nan, np.float32)
+    drawn = np.full((1, 4), 0.25, np.float32)
+    one, zero = np.array([1]), np.zeros(2)
+    accepted, _ = judge(target, drawn, one, one, zero[:1], zero)
+    assert accepted.tolist() == [0]

@@ -14,6 +14,7 @@ from scipy.stats import chi2
 from torch import Tensor
 
 from stanchion.core.request import Sampling
+from stanchion.device.kernels import choose
 from stanchion.engine import sample
 from stanchion.engine.sample import Ask, Window, distribution, draft, uniforms, verify
 
@@ -142,33 +143,26 @@ def reused_uniform(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def recovery_from_p(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a refusal the token comes from p instead of the residual."""
-    right = sample._judge
+    right = choose.judge
 
-    def judge(windows: list[Window], target: Tensor) -> list[tuple[int, int]]:
-        blank = [Window(one.asks, one.drafts, one.drawn_from) for one in windows]
-        accepted = sample._passed(blank, target)
-        sizes = np.array([len(one.asks) for one in windows])
-        rest = target[torch.from_numpy(np.cumsum(sizes) - sizes + accepted)]
-        asks = [one.asks[count] for one, count in zip(windows, accepted)]
-        return list(zip(accepted.tolist(), sample._draw(rest, sample._points("recover", asks))))
+    def judge(target, drawn, drafts, counts, accept, recover):  # type: ignore[no-untyped-def]
+        accepted, _ = right(target, drawn, drafts, counts, accept, recover)
+        rows = np.cumsum(counts + 1) - counts - 1 + accepted
+        return accepted, choose.draw(target[rows], recover[rows])
 
-    assert right is not judge
-    monkeypatch.setattr(sample, "_judge", judge)
+    monkeypatch.setattr(choose, "judge", judge)
 
 
 def bonus_from_q(monkeypatch: pytest.MonkeyPatch) -> None:
     """After k accepted drafts the bonus token comes from the draft's last distribution."""
-    right = sample._judge
+    right = choose.judge
 
-    def judge(windows: list[Window], target: Tensor) -> list[tuple[int, int]]:
-        target, row = target.clone(), 0
-        for one in windows:
-            assert one.drawn_from is not None
-            row += len(one.asks)
-            target[row - 1] = one.drawn_from[-1]
-        return right(windows, target)
+    def judge(target, drawn, drafts, counts, accept, recover):  # type: ignore[no-untyped-def]
+        target = target.copy()
+        target[np.cumsum(counts + 1) - 1] = drawn[np.cumsum(counts) - 1]
+        return right(target, drawn, drafts, counts, accept, recover)
 
-    monkeypatch.setattr(sample, "_judge", judge)
+    monkeypatch.setattr(choose, "judge", judge)
 
 
 @pytest.mark.parametrize("mistake", [reused_uniform, recovery_from_p, bonus_from_q])

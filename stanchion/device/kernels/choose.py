@@ -17,6 +17,7 @@ from stanchion.device.kernels.linear import Floats
 
 Doubles = NDArray[np.float64]
 Words = NDArray[np.uint64]
+Integers = NDArray[np.int64]
 LOWEST = np.float32(-87.0)  # below this the exponential is no normal number: it counts as 0
 
 
@@ -42,6 +43,45 @@ def draw(chances: Floats, points: Doubles) -> NDArray[np.int64]:
 def draw_plain(chances: Tensor, points: Tensor) -> Tensor:
     sums = chances.double().cumsum(1)
     return torch.searchsorted(sums, points[:, None] * sums[:, -1:], right=True)[:, 0]
+
+
+def judge(
+    target: Floats, drawn: Floats, drafts: Integers, counts: Integers, accept: Doubles,
+    recover: Doubles,
+) -> tuple[Integers, Integers]:  # fmt: skip
+    """Rejection sampling over verify windows: how many drafts pass, and the token after them.
+
+    Window w has counts[w] drafts and one row of `target` more, end to end; `drawn` has a row, and
+    `accept` a point, for each draft; `recover` has a point for each row. A draft passes while its
+    point * q < p; the next token comes from max(p - q, 0), or from p after the last draft. Where
+    nothing of that is left, p and q are equal but for rounding, and p itself is right.
+    """
+    accepted: Integers = np.empty(len(counts), np.int64)
+    tokens: Integers = np.empty(len(counts), np.int64)
+    _judge(target, drawn, drafts, counts, accept, recover, accepted, tokens)
+    return accepted, tokens
+
+
+def judge_plain(
+    target: Tensor, drawn: Tensor, drafts: Integers, counts: Integers, accept: Doubles,
+    recover: Doubles,
+) -> list[tuple[int, int]]:  # fmt: skip
+    said, row, first = [], 0, 0
+    for count in counts.tolist():
+        passed = 0
+        while passed < count:
+            token = int(drafts[first + passed])
+            p, q = float(target[row + passed, token]), float(drawn[first + passed, token])
+            if not accept[first + passed] * q < p:
+                break
+            passed += 1
+        rest = target[row + passed]
+        if passed < count and bool((left := (rest - drawn[first + passed]).clamp_min(0)).any()):
+            rest = left
+        point = torch.tensor([recover[row + passed]])
+        said.append((passed, int(draw_plain(rest[None], point)[0])))
+        row, first = row + count + 1, first + count
+    return said
 
 
 def log_norms(logits: Floats) -> Floats:
@@ -160,21 +200,51 @@ def _soften(logits, heat, out):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def _draw_row(chances, point):  # type: ignore[no-untyped-def]
+    total = 0.0
+    for at in range(len(chances)):
+        total += np.float64(chances[at])
+    aim = point * total
+    summed = 0.0
+    chosen = 0
+    for at in range(len(chances)):
+        if chances[at] > np.float32(0):
+            chosen = at  # the last with a chance, should rounding lead past the end
+            summed += np.float64(chances[at])
+            if summed > aim:
+                break
+    return chosen
+
+
+@compiled
 def _draw(chances, points, out):  # type: ignore[no-untyped-def]
     for row in range(len(chances)):
-        total = 0.0
-        for at in range(chances.shape[1]):
-            total += np.float64(chances[row, at])
-        aim = points[row] * total
-        summed = 0.0
-        chosen = 0
-        for at in range(chances.shape[1]):
-            if chances[row, at] > np.float32(0):
-                chosen = at  # the last with a chance, should rounding lead past the end
-                summed += np.float64(chances[row, at])
-                if summed > aim:
-                    break
-        out[row] = chosen
+        out[row] = _draw_row(chances[row], points[row])
+
+
+@compiled
+def _judge(target, drawn, drafts, counts, accept, recover, accepted, tokens):  # type: ignore[no-untyped-def]
+    rest = np.empty(target.shape[1], np.float32)
+    row = first = 0
+    for window in range(len(counts)):
+        passed = 0
+        while passed < counts[window]:
+            token = drafts[first + passed]
+            chance = accept[first + passed] * np.float64(drawn[first + passed, token])
+            if not chance < np.float64(target[row + passed, token]):  # NaN never passes
+                break
+            passed += 1
+        left = False
+        if passed < counts[window]:
+            for at in range(target.shape[1]):
+                value = target[row + passed, at] - drawn[first + passed, at]
+                rest[at] = value if value > np.float32(0) else np.float32(0)
+                left |= value > np.float32(0)
+        accepted[window] = passed
+        chances = rest if left else target[row + passed]
+        tokens[window] = _draw_row(chances, recover[row + passed])
+        row += counts[window] + 1
+        first += counts[window]
 
 
 @compiled
