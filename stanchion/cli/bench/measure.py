@@ -60,12 +60,16 @@ class Measure:
 Run = Callable[[], float]
 
 
-def interleave(measure: Measure, ours: Run, other: Run | None, repeats: int) -> Measure:
+def interleave(
+    measure: Measure, ours: Run, other: Run | None, repeats: int, warm: bool = True
+) -> Measure:
     """One unrecorded run of each side, then `repeats` of both in turn."""
-    ours()
+    if warm:
+        ours()
     if other is not None:
-        other()
         measure.other = []
+        if warm:
+            other()
     for _ in range(repeats):
         measure.ours.append(ours())
         if other is not None and measure.other is not None:

@@ -155,11 +155,6 @@ class Theirs:
         self.last = out.logits[:, -1:].argmax(-1)
         return cache
 
-    def prefill_s(self, prompt: list[int]) -> float:
-        began = time.perf_counter()
-        self.prefill([prompt])
-        return time.perf_counter() - began
-
     def decode(self, cache: Any, tokens: Any, steps: int) -> list[list[int]]:
         """Greedy tokens a step, batch by batch; the cache is cropped back afterwards."""
         said = []
