@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 import msgspec
@@ -86,6 +87,8 @@ def main(argv: list[str]) -> int:
     try:
         with torch.inference_mode():
             engine, hello = build(config)
+            gc.collect()
+            gc.freeze()  # what was loaded stays: collections need not walk it again
             serve(engine, hello, address, int(parent))
     except ServeError as error:
         print(f"stanchion: {error}", file=sys.stderr)
