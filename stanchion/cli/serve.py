@@ -106,9 +106,7 @@ def _warn_of_failpoints(config: Config) -> None:
 def _welcome(url: str, config: Config, began: float) -> None:
     name = config.gateway.served_model_name or Path(config.model.path).name
     print(f"\nstanchion serves {name} at {url} (ready in {time.monotonic() - began:.1f} s)\n")
-    print(f"  curl {url}/v1/chat/completions -H 'content-type: application/json' \\")
-    print(
-        f"""    -d '{{"model": "{name}", """
-        """"messages": [{"role": "user", "content": "def main("}]}'"""
-    )
-    print(f"\n  stanchion chat --url {url}\n", flush=True)
+    print(f"  curl {url}/v1/completions -H 'content-type: application/json' \\")
+    print(f"""    -d '{{"model": "{name}", "prompt": "def main(", "max_tokens": 60}}'""")
+    called = sys.argv[0] if sys.argv[0].endswith("stanchion") else "stanchion"
+    print(f"\n  {called} chat --url {url}\n", flush=True)
