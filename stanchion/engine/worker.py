@@ -56,6 +56,7 @@ class Worker:
     stopping: bool = False
     busy_s: float = 0.0
     _said_progress: float = 0.0
+    _said_drained: bool = False
 
     def run(self) -> None:
         """Serve until told to stop and nothing is left to do."""
@@ -71,9 +72,10 @@ class Worker:
             if now - self._said_progress >= PROGRESS_S:
                 self._said_progress = now
                 self._tell_all(self.progress())
-            if self.draining and not self.engine.busy:
-                self.draining = False
-                self.stopping = True
+            if self.draining and not self.engine.busy and not self._said_drained:
+                # It does not end by itself: what it said last may still be on its way, and a
+                # process seen to end before that looks like one that took it along.
+                self._said_drained = True
                 self._tell_all(Drained())
 
     def stop(self, *_: object) -> None:
