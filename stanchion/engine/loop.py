@@ -109,7 +109,7 @@ class Engine:
     def step(self, heard: Sequence[Start | Abort]) -> list[FromWorker]:
         said = [reply for message in heard for reply in self._hear(message)]
         said += self._land()
-        said += self._launch()
+        self._launch()
         return said
 
     # ---- hear -------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ class Engine:
 
     # ---- launch -----------------------------------------------------------------------------
 
-    def _launch(self) -> list[FromWorker]:
+    def _launch(self) -> None:
         self._admit()
         for request in list(self.running.values()):
             if request.phase == "decode":
@@ -281,11 +281,10 @@ class Engine:
                 self._make_room(request, request.length + ahead + 1)
         pieces = plan(list(self.running.values()), self.limits)
         if not pieces:
-            return []
+            return
         pins = self._pins_of(pieces)
         self.counters.steps += 1
         self.flight = Flight(self.launch(pieces, pins), pins)
-        return []
 
     def _pins_of(self, pieces: Sequence[Piece]) -> list[Pin]:
         """The flight's own: a request may end, and drop its pins, while the flight is out."""
@@ -406,7 +405,7 @@ class Engine:
     def _let_go(self, request: Request) -> None:
         for pin in request.pins:
             pin.drop()
-        request.pins, request.pages, request.proof = [], NO_PAGES, None
+        request.pins, request.pages = [], NO_PAGES
         request.ahead, request.computed, request.published = None, 0, 0
 
     def audit(self) -> list[str]:

@@ -20,7 +20,6 @@ from stanchion.core.request import Sampling
 from stanchion.device.stream import Pages
 from stanchion.engine.ask import Ask
 from stanchion.kv.pages import Pin
-from stanchion.kv.ready import KvProof
 
 if TYPE_CHECKING:
     from torch import Tensor  # held for the runner, never looked into
@@ -59,7 +58,6 @@ class Request:
     pins: list[Pin] = field(default_factory=list)  # shared prefix first, then its own
     pages: Pages = field(default_factory=lambda: NO_PAGES)
     generations: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    proof: KvProof | None = None
     ahead: Ahead | None = None
     verify_steps: int = 0
     verified: int = 0

@@ -198,7 +198,7 @@ class _Flight:
         request = piece.request
         end = piece.first + piece.count
         drafted = piece.first if self._model.schema.draft else end
-        request.proof = self._runner._ready.prove(
+        self._runner._ready.prove(
             request.name, piece.pages, end, drafted, request.generations,
             self._runner._pool.generations,
         )  # fmt: skip
