@@ -24,14 +24,15 @@ on every Tick until it is answered; prefill answers from where it stands.
 pages, with a lost or repeated message, a client that leaves, a prefill that dies or is stopped with
 its writes still on the way. It shows that the old machines break the promise: unpin on abort, unpin
 on a timeout, source freed early, acknowledged when received, Cancel forgotten before its Offer,
-Cancel ignored. The machine is not wired to a transport yet.
+Cancel ignored.
 """
 
 
 def page() -> str:
     writes = [event for write in (0, 1) for event in (h.Computed(write), h.WriteEnded(write))]
     cut = [h.WriteEnded(write, whole=False) for write in (0, 1)]
-    prefill = table(h.Prefill(2), [h.Offer(), h.Cancel(), h.Abort(), *writes, *cut], h.prefill)
+    told = [h.Offer(), h.Cancel(), h.Abort(), h.Sealed()]
+    prefill = table(h.Prefill(), [*told, *writes, *cut], h.prefill)
     asked = [h.Written(), h.Drained(), h.Abort(), h.Tick(), h.Overdue(), h.PeerFenced()]
     decode = table(h.Decode(), asked, h.decode)
     return f"{HEAD}\n### Prefill's end\n\n{prefill}\n\n### Decode's end\n\n{decode}\n"

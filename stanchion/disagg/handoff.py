@@ -3,8 +3,8 @@
 Each end is a function (state, event) -> (state, effects). A worker performs the effects and feeds
 back what comes of them; the checker does the same with a wire and a transport that it controls.
 
-A handoff is many one-sided writes (a chunk, a layer, a rank each) into pages that decode pinned,
-from pages that prefill pinned. The promise: a page is unpinned, at either end, only when no write
+A handoff is many one-sided writes (a chunk of one layer each) into pages that decode pinned, from
+pages that prefill pinned. How many there will be is not known before the last is computed. The promise: a page is unpinned, at either end, only when no write
 of this handoff is in flight or can still begin. Evidence of that is the writer's word (Written,
 Drained) or a fence that the transport vouches for (PeerFenced). Time passing is not: a deadline
 asks, and then fences.
@@ -12,7 +12,7 @@ asks, and then fences.
 Messages may be lost, repeated and reordered. Decode asks again on every tick until it is answered;
 prefill answers from where it stands, for as long as it may be asked. A Cancel that overtakes its
 Offer closes the handoff, so that the Offer finds it closed. Handoffs are told apart by number, and
-incarnations of a process by the link: a message to or from an earlier one never gets here.
+lives of a process by the link's sessions: a message to or from an earlier one never gets here.
 """
 
 from __future__ import annotations
@@ -52,9 +52,14 @@ Message = Offer | Cancel | Written | Drained
 
 @dataclass(frozen=True)
 class Computed:
-    """These rows are ready on prefill: write number `write` may start."""
+    """These rows are ready on prefill: write number `write` may start. Numbers count from 0."""
 
     write: int
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """All rows are computed: there will be no further write."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,7 @@ class Fence:
 
 
 Effect = Send | StartWrite | CutWrites | Unpin | Admit | Fence
-PrefillEvent = Offer | Cancel | Computed | WriteEnded | Abort
+PrefillEvent = Offer | Cancel | Computed | Sealed | WriteEnded | Abort
 DecodeEvent = Written | Drained | Abort | Tick | Overdue | PeerFenced
 
 # ---- prefill's end --------------------------------------------------------------------------
@@ -129,28 +134,20 @@ DecodeEvent = Written | Drained | Abort | Tick | Overdue | PeerFenced
 class Prefill:
     """`idle`: not offered yet. `open`: writing. `cutting`: waits for writes to end. Then closed."""
 
-    writes: int  # how many there will be
     phase: Literal["idle", "open", "cutting", "written", "drained"] = "idle"
-    ready: tuple[int, ...] = ()  # computed, and waiting for the offer
-    flying: tuple[int, ...] = ()  # given to the transport, not ended
-    ended: tuple[int, ...] = ()
+    begun: int = 0  # writes given to the transport so far
+    flying: tuple[int, ...] = ()  # of those, the ones that have not ended
+    sealed: bool = False
 
 
 def prefill(state: Prefill, event: PrefillEvent) -> tuple[Prefill, tuple[Effect, ...]]:
     match state.phase, event:
-        case "idle" | "open", Computed(write) if write in (
-            *state.ready,
-            *state.flying,
-            *state.ended,
-        ):
-            raise Bug(f"write {write} is computed twice")
-        case "idle", Computed(write):
-            return replace(state, ready=(*state.ready, write)), ()
         case "idle", Offer():
-            opened = replace(state, phase="open", ready=(), flying=state.ready)
-            return opened, tuple(StartWrite(write) for write in state.ready)
+            return replace(state, phase="open"), ()
         case "open", Computed(write):
-            return replace(state, flying=(*state.flying, write)), (StartWrite(write),)
+            return _begun(state, write), (StartWrite(write),)
+        case "open", Sealed():
+            return _landed(replace(state, sealed=True))
         case "open", WriteEnded(write, True):
             return _landed(_without(state, write))
         case "open" | "cutting", WriteEnded(write):
@@ -159,26 +156,33 @@ def prefill(state: Prefill, event: PrefillEvent) -> tuple[Prefill, tuple[Effect,
             return _cut(state, first=True)
         case "open", Offer():
             return state, ()  # asked again: the answer comes when the writes have ended
-        case "cutting", Offer() | Cancel() | Abort() | Computed():
+        case "cutting", Offer() | Cancel() | Abort() | Computed() | Sealed():
             return state, ()
         case "written", Offer() | Cancel():
             return state, (Send(Written()),)
         case "drained", Offer() | Cancel():
             return state, (Send(Drained()),)
-        case "written" | "drained", Abort() | Computed():
+        case "written", Abort():
+            return state, ()
+        case "drained", Abort() | Computed() | Sealed():
             return state, ()
     raise Bug(f"prefill {state.phase} got {event}")
+
+
+def _begun(state: Prefill, write: int) -> Prefill:
+    if write != state.begun or state.sealed:
+        raise Bug(f"write {write} of a handoff that has begun {state.begun}")
+    return replace(state, begun=write + 1, flying=(*state.flying, write))
 
 
 def _without(state: Prefill, write: int) -> Prefill:
     if write not in state.flying:
         raise Bug(f"write {write} ended without having begun")
-    flying = tuple(one for one in state.flying if one != write)
-    return replace(state, flying=flying, ended=tuple(sorted((*state.ended, write))))
+    return replace(state, flying=tuple(one for one in state.flying if one != write))
 
 
 def _landed(state: Prefill) -> tuple[Prefill, tuple[Effect, ...]]:
-    if len(state.ended) < state.writes:
+    if state.flying or not state.sealed:
         return state, ()
     return replace(state, phase="written"), (Send(Written()), Unpin())
 
@@ -186,8 +190,8 @@ def _landed(state: Prefill) -> tuple[Prefill, tuple[Effect, ...]]:
 def _cut(state: Prefill, first: bool) -> tuple[Prefill, tuple[Effect, ...]]:
     asked: tuple[Effect, ...] = (CutWrites(),) if first else ()
     if state.flying:
-        return replace(state, phase="cutting", ready=()), asked
-    return replace(state, phase="drained", ready=()), (*asked, Send(Drained()), Unpin())
+        return replace(state, phase="cutting"), asked
+    return replace(state, phase="drained"), (*asked, Send(Drained()), Unpin())
 
 
 # ---- decode's end ---------------------------------------------------------------------------

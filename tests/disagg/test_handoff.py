@@ -31,11 +31,11 @@ DecodeStep = Callable[[h.Decode, h.DecodeEvent], tuple[h.Decode, tuple[h.Effect,
 class Side(NamedTuple):
     """One handoff: both ends, what is on the wire, and what the transport still carries."""
 
-    prefill: h.Prefill = h.Prefill(WRITES)
+    prefill: h.Prefill = h.Prefill()
     decode: h.Decode | None = None  # None: not offered yet
     wire: tuple[h.Message, ...] = ()
     carried: tuple[int, ...] = ()  # writes in the transport's hands
-    computed: int = 0
+    computed: int = 0  # writes, then one more for the seal
     alive: bool = True
     stopped: bool = False
     fenced: bool = False
@@ -111,9 +111,15 @@ def _ways_of(world: World, at: int, machines: Machines) -> Iterator[Way[World]]:
             yield Way(f"{name} offered", with_side(world, at, begun))
     else:
         yield from _decode_ways(world, at, machines)
-    if running and side.computed < WRITES:
+    if running and side.prefill.phase != "idle" and side.computed <= WRITES:
         later = with_side(world, at, side._replace(computed=side.computed + 1))
-        yield Way(f"{name} computes", machines.at_prefill(later, at, h.Computed(side.computed)))
+        last = side.computed == WRITES
+        computed = h.Sealed() if last else h.Computed(side.computed)
+        label = "has computed all" if last else "computes"
+        yield Way(f"{name} {label}", machines.at_prefill(later, at, computed))
+    if running and side.may_abort and side.prefill.phase in ("open", "cutting"):
+        left = with_side(world, at, side._replace(may_abort=False))
+        yield Way(f"{name} is given up", machines.at_prefill(left, at, h.Abort()), failure=True)
     for write in side.carried:
         yield from _write_ways(world, at, write, machines)
     yield from _wire_ways(world, at, machines)
@@ -312,7 +318,7 @@ def test_a_prefill_that_ignores_cancel_for_ever_is_caught() -> None:
 
     def deaf(state: h.Prefill, event: h.PrefillEvent) -> tuple[h.Prefill, tuple[h.Effect, ...]]:
         if isinstance(event, h.Cancel) or state.phase == "cutting":
-            return replace(state, phase="cutting", ready=(), flying=()), ()
+            return replace(state, phase="cutting", flying=()), ()
         return h.prefill(state, event)
 
     with pytest.raises(Violation, match="no way to an end"):
@@ -321,9 +327,11 @@ def test_a_prefill_that_ignores_cancel_for_ever_is_caught() -> None:
 
 def test_what_a_state_does_not_expect_is_a_bug() -> None:
     with pytest.raises(Bug, match="ended without having begun"):
-        h.prefill(h.Prefill(1, "open"), h.WriteEnded(0))
+        h.prefill(h.Prefill("open"), h.WriteEnded(0))
     with pytest.raises(Bug, match="prefill idle got"):
-        h.prefill(h.Prefill(1), h.WriteEnded(0))
+        h.prefill(h.Prefill(), h.WriteEnded(0))
+    with pytest.raises(Bug, match="of a handoff that has begun 1"):
+        h.prefill(h.Prefill("open", begun=1), h.Computed(0))
 
 
 def test_the_page_of_protocols_is_drawn_from_the_machines() -> None:
