@@ -30,10 +30,10 @@ Cancel ignored.
 
 def page() -> str:
     writes = [event for write in (0, 1) for event in (h.Computed(write), h.WriteEnded(write))]
-    cut = [h.WriteEnded(write, whole=False) for write in (0, 1)]
+    cut = [h.WriteEnded(write, False, stray) for write in (0, 1) for stray in (False, True)]
     told = [h.Offer(), h.Cancel(), h.Abort(), h.Sealed()]
     prefill = table(h.Prefill(), [*told, *writes, *cut], h.prefill)
-    asked = [h.Written(), h.Drained(), h.Abort(), h.Tick(), h.Overdue(), h.PeerFenced()]
+    asked = [h.Written(), h.Drained(), h.Lost(), h.Abort(), h.Tick(), h.Overdue(), h.PeerFenced()]
     decode = table(h.Decode(), asked, h.decode)
     return f"{HEAD}\n### Prefill's end\n\n{prefill}\n\n### Decode's end\n\n{decode}\n"
 

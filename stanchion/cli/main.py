@@ -8,8 +8,10 @@ import sys
 from collections.abc import Sequence
 
 from stanchion.cli.settings import read_config
-from stanchion.core.config import Config, describe
-from stanchion.core.errors import ServeError
+from stanchion.core.config import Config, check, describe
+from stanchion.core.errors import ConfigError, ServeError
+from stanchion.core.messages import ROLES
+from stanchion.core.peerkey import beyond_loopback, check_address
 
 SERVE = """\
 Serve a model over an OpenAI-compatible API.
@@ -17,19 +19,40 @@ Serve a model over an OpenAI-compatible API.
   stanchion serve                      the embedded model, on http://127.0.0.1:8000
   stanchion serve hashed               the hash model: text without sense, an exact instrument
   stanchion serve /models/GLM-5-small  config.json, *.safetensors, tokenizer.json
+  stanchion serve --prefill 1 --decode 2   prompts and answers computed by workers of their own
 
 Every setting can be given as --set name=value or in a TOML file (--config); the flags below are
 short names for the common ones. `stanchion settings` lists all of them with their defaults.
 """
-FLAGS = {  # flag -> setting
-    "host": "gateway.host",
-    "port": "gateway.port",
-    "served-model-name": "gateway.served_model_name",
+WORKER = """\
+Run one worker for a gateway that was started elsewhere, with `stanchion serve --join ADDRESS`.
+
+  stanchion worker --role decode --join tcp://10.0.0.1:7000 --listen tcp://10.0.0.2 MODEL
+
+All workers of a cluster must agree on the model and on how its KV is laid out; one that does not
+is refused, and told what differs. `--listen` is this machine's address, as the others reach it.
+"""
+Flags = dict[str, str]  # flag -> setting
+WORKER_FLAGS: Flags = {
     "kv-memory": "kv.memory_gib",
+    "kv-check": "kv.check",
+    "kv-poison": "kv.poison",
     "page-size": "kv.page_tokens",
     "draft-tokens": "engine.draft_tokens",
     "max-context": "engine.context_max",
     "dtype": "model.dtype",
+    "transport": "cluster.transport",
+    "prefill-deadline": "cluster.prefill_deadline_s",
+}
+SERVE_FLAGS: Flags = {
+    "host": "gateway.host",
+    "port": "gateway.port",
+    "served-model-name": "gateway.served_model_name",
+    "prefill": "cluster.prefill",
+    "decode": "cluster.decode",
+    "both": "cluster.both",
+    "join": "cluster.join",
+    **WORKER_FLAGS,
 }
 
 
@@ -57,6 +80,13 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _serve(serve)
+    worker = commands.add_parser(
+        "worker",
+        help="run one worker for a gateway elsewhere",
+        description=WORKER,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _worker(worker)
     _chat(commands.add_parser("chat", help="talk to a server in the terminal"))
     _bench(commands.add_parser("bench", help="measure, side by side with what it replaces"))
     settings = commands.add_parser("settings", help="list every setting, its default and meaning")
@@ -65,11 +95,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _serve(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", nargs="?", help="tiny (default), hashed, or a folder")
-    helps = {name: (default, text) for name, default, text in describe(Config())}
-    for flag, name in FLAGS.items():
-        default, text = helps[name]
-        command.add_argument(f"--{flag}", metavar="X", help=f"{text} (default: {default!r})")
+    _model(command, SERVE_FLAGS)
     command.add_argument(
         "--api-key",
         action="append",
@@ -77,25 +103,87 @@ def _serve(command: argparse.ArgumentParser) -> None:
         metavar="[NAME:]SECRET",
         help="require this key; may be repeated (also STANCHION_API_KEY)",
     )
+    command.set_defaults(run=_run_serve)
+
+
+def _model(command: argparse.ArgumentParser, flags: Flags) -> None:
+    """What gateway and workers are told alike."""
+    command.add_argument("model", nargs="?", help="tiny (default), hashed, or a folder")
+    settings = {name: (default, text) for name, default, text in describe(Config())}
+    for flag, name in flags.items():
+        default, text = settings[name]
+        words = f"{text} (default: {default!r})"
+        if isinstance(default, bool):
+            command.add_argument(f"--{flag}", action="store_const", const="true", help=words)
+        else:
+            command.add_argument(f"--{flag}", metavar="X", help=words)
     command.add_argument("--config", metavar="FILE", help="settings as TOML")
     command.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="any setting"
     )
-    command.set_defaults(run=_run_serve)
+    command.add_argument(
+        "--peer-key",
+        metavar="SECRET",
+        help="what the cluster's processes share; better: STANCHION_PEER_KEY",
+    )
+
+
+def _config(arguments: argparse.Namespace, flags: Flags) -> Config:
+    sets = []
+    if arguments.model is not None:
+        sets.append(f"model.path={arguments.model}")
+    for flag, name in flags.items():
+        value = getattr(arguments, flag.replace("-", "_"))
+        if value is not None:
+            sets.append(f"{name}={value}")
+    return read_config(arguments.config, sets + arguments.set)
+
+
+def _peer_key(arguments: argparse.Namespace) -> str:
+    return arguments.peer_key or os.environ.get("STANCHION_PEER_KEY", "")
 
 
 def _run_serve(arguments: argparse.Namespace) -> int:
     from stanchion.cli.serve import serve
 
-    sets = []
-    if arguments.model is not None:
-        sets.append(f"model.path={arguments.model}")
-    for flag, name in FLAGS.items():
-        value = getattr(arguments, flag.replace("-", "_"))
-        if value is not None:
-            sets.append(f"{name}={value}")
     keys = arguments.api_key or list(filter(None, [os.environ.get("STANCHION_API_KEY")]))
-    return serve(read_config(arguments.config, sets + arguments.set), tuple(keys))
+    return serve(_config(arguments, SERVE_FLAGS), tuple(keys), _peer_key(arguments))
+
+
+def _worker(command: argparse.ArgumentParser) -> None:
+    _model(command, WORKER_FLAGS)
+    command.add_argument("--role", choices=ROLES, required=True)
+    command.add_argument("--join", metavar="ADDRESS", required=True, help="where the gateway is")
+    command.add_argument("--name", help="its name in the cluster; a new one takes its place")
+    command.add_argument(
+        "--listen", metavar="tcp://HOST", default="tcp://127.0.0.1", help="where it can be reached"
+    )
+    command.set_defaults(run=_run_worker)
+
+
+def _run_worker(arguments: argparse.Namespace) -> int:
+    from stanchion.cli.plan import WorkerPlan
+
+    key, config = _peer_key(arguments), _config(arguments, WORKER_FLAGS)
+    check(config)
+    check_address("--join", arguments.join, key)
+    check_address("--listen", arguments.listen, key)
+    if beyond_loopback(arguments.join) and not beyond_loopback(arguments.listen):
+        raise ConfigError(
+            f"--listen {arguments.listen}: a gateway at {arguments.join} may be on another "
+            "machine and could not reach this worker; give --listen tcp://HOST of this machine"
+        )
+    plan = WorkerPlan(
+        name=arguments.name or f"{arguments.role}-{os.uname().nodename[:64]}-{os.getpid()}",
+        role=arguments.role,
+        join=arguments.join,
+        listen=arguments.listen,
+        parent=0,
+        config=config,
+    )
+    from stanchion.cli.worker import run  # needs torch, which the gateway does without
+
+    return run(plan, key)
 
 
 def _chat(command: argparse.ArgumentParser) -> None:

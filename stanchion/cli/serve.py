@@ -1,36 +1,36 @@
-"""`stanchion serve`: one engine process, and the gateway in front of it in this process.
+"""`stanchion serve`: the workers as processes of their own, and the gateway in front in this one.
 
-The engine is a child that nobody else talks to: a Unix socket in a private folder. It is told to
-stop only after the gateway has drained, and it ends by itself when this process dies.
+The workers' sockets lie in a private folder, unless others are to join. Workers are told to stop
+only after the gateway has drained, and they end by themselves when this process dies.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
 import time
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
-import msgspec
-
 from stanchion.cli.settings import model_folder
+from stanchion.cli.supervisor import Supervisor, wanted
 from stanchion.core.config import Config, check
 from stanchion.core.errors import ConfigError
+from stanchion.core.peerkey import check_address
 from stanchion.gateway.serve import run
 from stanchion.gateway.settings import GatewaySettings
+from stanchion.gateway.supervise import Watched
 from stanchion.gateway.tokens import Vocabulary, byte_vocabulary, load_vocabulary
 
-WORKER_STOP_S = 30.0
 SOCKET_FOLDER_MAX = 96  # a Unix socket's path has at most 107 characters
 WORKER_SILENCE_S = 30.0  # far longer than a flight; a dead process is seen at once
 
 
-def serve(config: Config, api_keys: tuple[str, ...]) -> int:
-    """Return the process's exit code: 0 when drained, 1 when the worker died or drain was cut."""
+def serve(config: Config, api_keys: tuple[str, ...], peer_key: str = "") -> int:
+    """Return the exit code: 0 when drained, 1 when the workers failed or the drain was cut."""
     check(config)
-    settings = gateway_settings(config, api_keys)
+    settings = gateway_settings(config, api_keys, peer_key)
     settings.check()
     vocabulary = read_vocabulary(config)
     _warn_of_failpoints(config)
@@ -38,20 +38,22 @@ def serve(config: Config, api_keys: tuple[str, ...]) -> int:
     with tempfile.TemporaryDirectory(prefix="stanchion-") as folder:
         if len(folder) > SOCKET_FOLDER_MAX:
             raise ConfigError(f"TMPDIR is too long for a Unix socket ({folder}); set a shorter one")
-        address = f"ipc://{folder}/worker"
-        worker = spawn_worker(config, address)
-        sentinel = os.pidfd_open(worker.pid)
-        try:
-            ending = run(
-                settings,
-                address,
-                vocabulary,
-                on_started=lambda url: _welcome(url, config, began),
-                worker_sentinel=sentinel,
-            )
-        finally:
-            os.close(sentinel)
-            _stop(worker)
+        join = config.cluster.join or f"ipc://{folder}/join"
+        check_address("cluster.join", join, peer_key)
+        if not wanted(config.cluster):
+            print(f"waiting for workers to join at {join}", file=sys.stderr)
+        environment = worker_environment(config, peer_key)
+
+        def supervise(fleet: Watched) -> AbstractAsyncContextManager[None]:
+            return Supervisor(config, f"ipc://{folder}", environment, fleet).running()
+
+        ending = run(
+            settings,
+            join,
+            vocabulary,
+            on_started=lambda url: _welcome(url, config, began),
+            supervise=supervise,
+        )
     if ending == "drained":
         print("drained; everything that was accepted has ended", file=sys.stderr)
         return 0
@@ -59,7 +61,7 @@ def serve(config: Config, api_keys: tuple[str, ...]) -> int:
     return 1
 
 
-def gateway_settings(config: Config, api_keys: tuple[str, ...]) -> GatewaySettings:
+def gateway_settings(config: Config, api_keys: tuple[str, ...], peer_key: str) -> GatewaySettings:
     gateway = config.gateway
     return GatewaySettings(
         host=gateway.host,
@@ -68,7 +70,8 @@ def gateway_settings(config: Config, api_keys: tuple[str, ...]) -> GatewaySettin
         served_model_name=gateway.served_model_name,
         in_flight_max=gateway.in_flight_max,
         drain_s=gateway.drain_s,
-        worker_silence_s=WORKER_SILENCE_S,
+        worker_silence_s=max(WORKER_SILENCE_S, config.cluster.silence_s),
+        peer_key=peer_key,
     )
 
 
@@ -78,23 +81,13 @@ def read_vocabulary(config: Config) -> Vocabulary:
     return load_vocabulary(model_folder(config.model.path))
 
 
-def spawn_worker(config: Config, address: str) -> subprocess.Popen[bytes]:
-    """Start the engine process. It gets its settings as JSON, its threads by environment."""
+def worker_environment(config: Config, peer_key: str) -> dict[str, str]:
+    """Threads and the secret go by environment: a command line can be read by others."""
     threads = str(config.engine.threads)
-    environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-    settings = msgspec.json.encode(config).decode()
-    command = [sys.executable, "-m", "stanchion.cli.worker", address, settings, str(os.getpid())]
-    # A session of its own: the terminal's Ctrl-C reaches this process, which drains first.
-    return subprocess.Popen(command, env=environment, start_new_session=True)
-
-
-def _stop(worker: subprocess.Popen[bytes]) -> None:
-    worker.terminate()
-    try:
-        worker.wait(WORKER_STOP_S)
-    except subprocess.TimeoutExpired:
-        worker.kill()
-        worker.wait()
+    added = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    if peer_key:
+        added["STANCHION_PEER_KEY"] = peer_key
+    return {**os.environ, **added}
 
 
 def _warn_of_failpoints(config: Config) -> None:

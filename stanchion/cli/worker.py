@@ -1,27 +1,153 @@
-"""The engine process's entry: `python -m stanchion.cli.worker ADDRESS SETTINGS_JSON PARENT`."""
+"""The worker process's entry: `python -m stanchion.cli.worker PLAN_JSON`."""
 
 from __future__ import annotations
 
 import gc
+import logging
+import os
 import sys
+from importlib.metadata import version
 
 import msgspec
 import torch
+import zmq
 
+from stanchion.cli import plan as plans
+from stanchion.cli.plan import WorkerPlan
 from stanchion.cli.settings import model_folder
 from stanchion.core.config import Config
 from stanchion.core.errors import ServeError
-from stanchion.core.messages import Hello
-from stanchion.engine.assemble import assemble, pages_that_fit
+from stanchion.core.messages import Abort, Hello, Join, Start
+from stanchion.core.peerkey import check_address, connect_with, serve_with
+from stanchion.core.request import Sampling
+from stanchion.disagg.assemble import (
+    Post,
+    arena_for,
+    decode_side,
+    incarnation,
+    prefill_side,
+    split_failpoints,
+    unified_side,
+)
+from stanchion.disagg.link import DecodeLink, Link, PrefillLink, Socket
+from stanchion.disagg.peer import Times
+from stanchion.disagg.worker import Joining, Side, Worker, serve
+from stanchion.engine.assemble import Parts, assemble, pages_that_fit
 from stanchion.engine.loop import Engine
 from stanchion.engine.scheduler import Limits
-from stanchion.engine.worker import serve
 from stanchion.model.hashed import HashModel
 from stanchion.model.text import Model
 
+FRAME_BYTES_MAX = 256 * 2**20
+WARM_TOKENS = 48
+SWITCH_S = 0.0005
 
-def build(config: Config) -> tuple[Engine, Hello]:
+
+def run(plan: WorkerPlan, peer_key: str = "") -> int:
+    """Build the worker, join, serve. Return the process's exit code: 2 for settings that do not
+    fit this machine, or the cluster."""
+    torch.set_num_threads(plan.config.engine.threads)
+    try:
+        with torch.inference_mode():
+            return _run(plan, peer_key)
+    except ServeError as error:
+        print(f"stanchion: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(plan: WorkerPlan, peer_key: str) -> int:
+    for name, address in (("join", plan.join), ("listen", plan.listen)):
+        check_address(name, address, peer_key)
+    config = plan.config
+    engine_failpoints, handoff_failpoints = split_failpoints(
+        frozenset(filter(None, config.lab.failpoints.split(",")))
+    )
+    parts, hello = build(plan, engine_failpoints)
+    context: zmq.Context[Socket] = zmq.Context()
+    socket, address = _bound(context, plan, "w", peer_key)
+    post = Post(
+        role=plan.role,
+        name=plan.name,
+        incarnation=hello.incarnation,
+        identity=hello.identity,
+        times=Times(
+            silence_s=config.cluster.silence_s,
+            drain_s=config.cluster.drain_s,
+            deadline_s=config.cluster.prefill_deadline_s or float("inf"),
+        ),
+        check=config.kv.check,  # type: ignore[arg-type]  # one of them: config.check saw to it
+        transport=config.cluster.transport,
+        slow_transfer_ms=config.lab.slow_transfer_ms,
+        failpoints=handoff_failpoints,
+    )
+    side: Side = unified_side(parts)
+    link: Link | None = None
+    if plan.role == "prefill":
+        # The transfer's thread wants the interpreter once a write: it must not wait for long.
+        sys.setswitchinterval(SWITCH_S)
+        peers, peer_address = _bound(context, plan, "p", peer_key)
+        side, bell = prefill_side(parts, post)
+        link = PrefillLink(side, peers, bell)
+        hello = msgspec.structs.replace(hello, peer_address=peer_address)
+    elif plan.role == "decode":
+        side, link = _decode(parts, post, context, peer_key)
+    warm(parts.engine)
+    gc.collect()
+    gc.freeze()  # what was loaded stays: collections need not walk it again
+    joining = _joining(context, plan, Join(address, hello), peer_key)
+    try:
+        refused = serve(Worker(side, hello, socket, joining, link, plan.parent))
+    finally:
+        if link is not None:
+            link.close()
+        context.destroy(linger=1000)
+    for line in refused:
+        print(f"stanchion: {plan.name} does not fit its cluster: {line}", file=sys.stderr)
+    return 2 if refused else 0
+
+
+def _decode(
+    parts: Parts, post: Post, context: zmq.Context[Socket], peer_key: str
+) -> tuple[Side, Link]:
+    def watch(incarnation: int, pid: int) -> None:
+        link.watch(incarnation, pid)
+
+    side = decode_side(parts, post, watch)
+    link = DecodeLink(side, context, lambda socket: connect_with(socket, peer_key))
+    return side, link
+
+
+def _bound(
+    context: zmq.Context[Socket], plan: WorkerPlan, kind: str, peer_key: str
+) -> tuple[Socket, str]:
+    """A ROUTER where the plan says, and its address: each life of a worker has its own."""
+    socket = context.socket(zmq.ROUTER)
+    # A ROUTER drops frames beyond its mark without a word. What may queue is bounded by what was
+    # accepted: at most one frame a token of each request, so there is no mark.
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.LINGER, 1000)
+    socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
+    serve_with(socket, peer_key)
+    if plan.listen.startswith("ipc://"):
+        socket.bind(f"{plan.listen}/{kind}{os.getpid()}")
+    else:
+        socket.bind(f"{plan.listen}:*")
+    return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def _joining(context: zmq.Context[Socket], plan: WorkerPlan, join: Join, peer_key: str) -> Joining:
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.SNDHWM, 1)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
+    connect_with(socket, peer_key)
+    socket.connect(plan.join)
+    return Joining(socket, join)
+
+
+def build(plan: WorkerPlan, failpoints: frozenset[str]) -> tuple[Parts, Hello]:
     """Load the model and put the engine together. Raise ConfigError or WeightsError."""
+    config = plan.config
     model, name, revision, eos_ids = load_model(config)
     engine_settings = config.engine
     limits = Limits(
@@ -31,24 +157,51 @@ def build(config: Config) -> tuple[Engine, Hello]:
         draft_tokens=engine_settings.draft_tokens if model.schema.draft else 0,
     )
     pages = pages_that_fit(model.schema, config.kv.memory_gib)
-    failpoints = frozenset(filter(None, config.lab.failpoints.split(",")))
-    engine = assemble(
+    parts = assemble(
         model, limits, pages, name, revision, eos_ids, failpoints, config.lab.record_drafts,
-        engine_settings.context_max,
+        engine_settings.context_max, arena_for(plan.role, model.schema, pages), config.kv.poison,
     )  # fmt: skip
     hello = Hello(
+        name=plan.name,
+        role=plan.role,
+        incarnation=incarnation(),
+        pid=os.getpid(),
+        peer_address="",
+        identity={
+            "model": name,
+            "revision": revision,
+            **model.schema.described(),
+            "draft_tokens": str(limits.draft_tokens),
+            "kv_check": config.kv.check,
+            "transport": config.cluster.transport,
+            "version": version("stanchion"),
+        },
         model=name,
         revision=revision,
         schema=model.schema.digest(),
         page_tokens=model.schema.page_tokens,
         pages=pages - 1,
-        context_max=engine.served.context_max,
+        context_max=parts.engine.served.context_max,
         vocabulary=model.vocabulary,
         draft_tokens=limits.draft_tokens,
         eos_ids=eos_ids,
-        failpoints=tuple(sorted(failpoints)),
+        failpoints=tuple(filter(None, config.lab.failpoints.split(","))),
     )
-    return engine, hello
+    return parts, hello
+
+
+def warm(engine: Engine) -> None:
+    """Compile what is compiled at first use: a peer must not take that for a hang."""
+    room = (engine.pool.size - 1) * engine.ready.page_tokens
+    count = max(1, min(WARM_TOKENS, room - 4, engine.served.context_max - 4))
+    tokens = [one % engine.served.vocabulary for one in range(1, count + 1)]
+    sampling = Sampling(max_tokens=3, seed=0, top_p=0.9, prompt_logprobs=0, logprobs=0)
+    heard: list[Start | Abort] = [Start(request="warm", tokens=tokens, sampling=sampling)]
+    while heard or engine.busy:
+        engine.step(heard)
+        heard = []
+    engine.tree.flush()
+    engine.counters = type(engine.counters)()
 
 
 def load_model(config: Config) -> tuple[Model, str, str, tuple[int, ...]]:
@@ -56,7 +209,7 @@ def load_model(config: Config) -> tuple[Model, str, str, tuple[int, ...]]:
     drafts = config.engine.draft_tokens > 0
     if config.model.path == "hashed":
         model = HashModel(config.kv.page_tokens, drafts, config.model.hashed_top_k or None)
-        return model, "hashed", "1", model.eos_ids
+        return model, "hashed", f"1 top_k {model.top_k}", model.eos_ids
     from stanchion.model.load import load_glm  # the hash model needs none of it
 
     folder = model_folder(config.model.path)
@@ -81,19 +234,8 @@ def _progress(done: int, total: int) -> None:
 
 
 def main(argv: list[str]) -> int:
-    address, text, parent = argv
-    config = msgspec.json.decode(text, type=Config)
-    torch.set_num_threads(config.engine.threads)
-    try:
-        with torch.inference_mode():
-            engine, hello = build(config)
-            gc.collect()
-            gc.freeze()  # what was loaded stays: collections need not walk it again
-            serve(engine, hello, address, int(parent))
-    except ServeError as error:
-        print(f"stanchion: {error}", file=sys.stderr)
-        return 2
-    return 0
+    logging.basicConfig(format="%(asctime)s %(name)s %(message)s", level=logging.WARNING)
+    return run(plans.decode(argv[0]), os.environ.get("STANCHION_PEER_KEY", ""))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ class Model:
 class Kv:
     memory_gib: Annotated[float, "memory for the KV cache"] = 1.0
     page_tokens: Annotated[int, "tokens in a page"] = 16
+    check: Annotated[str, "digests of KV pages: off, sampled (1 in 16) or full"] = "off"
+    poison: Annotated[bool, "overwrite pages when they are freed; for tests, it costs time"] = False
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,24 @@ class Gateway:
 
 
 @dataclass(frozen=True)
+class Cluster:
+    prefill: Annotated[int, "prefill workers"] = 0
+    decode: Annotated[int, "decode workers"] = 0
+    both: Annotated[int, "workers that do both; 1 if there are no others"] = 0
+    join: Annotated[str, "where workers may join (tcp://HOST:PORT); empty: a private socket"] = ""
+    transport: Annotated[str, "how KV moves from prefill to decode: shm or nixl"] = "shm"
+    prefill_deadline_s: Annotated[
+        float, "from a request's arrival to the last of its KV on decode; 0 means none"
+    ] = 0.0
+    silence_s: Annotated[float, "a peer that is silent for so long is suspected, and killed"] = 10.0
+    drain_s: Annotated[float, "a cancelled handoff may take so long before its peer is"] = 60.0
+    restarts_max: Annotated[int, "restarts of one worker within a minute before giving up"] = 5
+
+
+@dataclass(frozen=True)
 class Lab:
     failpoints: Annotated[str, "historic faults to bring back, comma separated; never in use"] = ""
+    slow_transfer_ms: Annotated[float, "hold every KV write back so long; harmless"] = 0.0
     record_drafts: Annotated[bool, "say every draft and accept count when a request ends"] = False
 
 
@@ -65,6 +83,9 @@ class Config:
     kv: Annotated[Kv, "KV cache"] = field(default_factory=Kv)
     engine: Annotated[Engine, "scheduling and speculation"] = field(default_factory=Engine)
     gateway: Annotated[Gateway, "the HTTP side"] = field(default_factory=Gateway)
+    cluster: Annotated[Cluster, "how many workers, and how they work together"] = field(
+        default_factory=Cluster
+    )
     lab: Annotated[Lab, "switches for tests and experiments"] = field(default_factory=Lab)
 
 
@@ -98,7 +119,7 @@ def describe(defaults: Any, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
 
 def check(config: Config) -> None:
     """Raise ConfigError for the first setting out of its bounds."""
-    engine, kv, gateway = config.engine, config.kv, config.gateway
+    engine, kv, gateway, cluster = config.engine, config.kv, config.gateway, config.cluster
     _within("engine.draft_tokens", engine.draft_tokens, 0, 5)
     _within("engine.context_max", engine.context_max, 0, 2**22)
     _within("engine.chunk_tokens", engine.chunk_tokens, 1, 2**16)
@@ -111,6 +132,17 @@ def check(config: Config) -> None:
     _within("gateway.port", gateway.port, 0, 65535)
     _within("gateway.in_flight_max", gateway.in_flight_max, 1, 2**20)
     _within("gateway.drain_s", gateway.drain_s, 0.0, 86400.0)
+    for name in ("prefill", "decode", "both"):
+        _within(f"cluster.{name}", getattr(cluster, name), 0, 1024)
+    if bool(cluster.prefill) != bool(cluster.decode):
+        raise ConfigError("cluster.prefill and cluster.decode: a pair needs at least one of each")
+    _within("cluster.prefill_deadline_s", cluster.prefill_deadline_s, 0.0, 86400.0)
+    _within("cluster.silence_s", cluster.silence_s, 0.5, 3600.0)
+    _within("cluster.drain_s", cluster.drain_s, 0.5, 86400.0)
+    _within("cluster.restarts_max", cluster.restarts_max, 0, 1000)
+    _within("lab.slow_transfer_ms", config.lab.slow_transfer_ms, 0.0, 60_000.0)
+    _one_of("kv.check", kv.check, ("off", "sampled", "full"))
+    _one_of("cluster.transport", cluster.transport, ("shm", "nixl"))
     _one_of("model.dtype", config.model.dtype, ("float32", "bfloat16", "float16"))
     _one_of("model.index_dtype", config.model.index_dtype, ("same", "float8"))
 

@@ -2,11 +2,14 @@
 
 One request's life on this wire: `Start`, then any number of `Tokens`, then exactly one `Ended`.
 Request ids are minted by the gateway; a client's own id never becomes a key here.
+
+A worker joins by saying `Join` on the gateway's join socket, again and again until it is answered;
+the gateway then connects to the worker's own address and greets it.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -15,19 +18,34 @@ from stanchion.core.outcome import Leaver, Outcome
 from stanchion.core.request import NAME_CHARACTERS_MAX, Sampling, TokenId
 
 Name = Annotated[str, Meta(min_length=1, max_length=NAME_CHARACTERS_MAX)]
+Address = Annotated[str, Meta(min_length=1, max_length=512)]
 PROMPT_TOKENS_MAX = 4 * 2**20
+Role = Literal["both", "prefill", "decode"]
+ROLES: tuple[Role, ...] = ("both", "prefill", "decode")
 
 # ---- gateway to worker ----------------------------------------------------------------------
 
 
+class Partner(Struct, frozen=True):
+    """The prefill worker of a pair: where its peers reach it, and which life of it is meant."""
+
+    name: Name
+    address: Address
+    incarnation: int
+
+
 class Start(Struct, frozen=True, kw_only=True, tag="start"):
-    """Generate. `tenant` is the authenticated one, `salt` splits its cache further."""
+    """Generate. `tenant` is the authenticated one, `salt` splits its cache further.
+
+    `prefill` is given to decode workers alone: who computes the prompt's KV.
+    """
 
     request: Name
     tokens: Annotated[list[TokenId], Meta(min_length=1, max_length=PROMPT_TOKENS_MAX)]
     sampling: Sampling
     tenant: Annotated[str, Meta(max_length=NAME_CHARACTERS_MAX)] = ""
     salt: Annotated[str, Meta(max_length=NAME_CHARACTERS_MAX)] = ""
+    prefill: Partner | None = None
 
 
 class Abort(Struct, frozen=True, tag="abort"):
@@ -49,8 +67,17 @@ ToWorker = Start | Abort | Drain | Greet
 
 
 class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
-    """Who a worker is. Two workers that pair must agree on all but the pool's size."""
+    """Who a worker is. `identity` is what all workers of a cluster must agree on, field by field:
+    schema, model, revision, page size, speculation, version. `incarnation` is drawn anew by each
+    process; `pid` is 0 where the gateway is on another machine. `peer_address` is where decode
+    workers reach a prefill worker."""
 
+    name: Name
+    role: Role
+    incarnation: int
+    pid: int
+    peer_address: str
+    identity: dict[str, str]
     model: str
     revision: str
     schema: str
@@ -126,14 +153,58 @@ class Progress(Struct, frozen=True, kw_only=True, tag="progress"):
     proposed: int
     accepted: int
     busy_s: float
+    handoffs: int = 0  # open ones: their pages are held until there is evidence
+    pages_handoff: int = 0  # held for nothing but such evidence
+    pages_quarantined: int = 0  # never used again by this process
+    kv_bytes_sent: int = 0
+    deadlines: int = 0  # requests cut off by the prefill deadline
 
 
 class Drained(Struct, frozen=True, tag="drained"):
     pass
 
 
-FromWorker = Hello | Tokens | PromptScores | Ended | Progress | Drained
+class Suspected(Struct, frozen=True, tag="suspected"):
+    """A decode worker holds pages that a prefill worker may still write, and gets no answer from
+    it. Whoever can should end that process for good: its end is the evidence that frees them."""
+
+    name: str
+    incarnation: int
+    why: str
+
+
+FromWorker = Hello | Tokens | PromptScores | Ended | Progress | Drained | Suspected
+
+# ---- joining --------------------------------------------------------------------------------
+
+
+class Join(Struct, frozen=True, tag="join"):
+    """A worker to the gateway's join socket. `address` is where its own socket is bound."""
+
+    address: Address
+    hello: Hello
+
+
+class Welcome(Struct, frozen=True, tag="welcome"):
+    pass
+
+
+class Refused(Struct, frozen=True, tag="refused"):
+    """It does not fit: each difference names a field, and what either side has."""
+
+    differences: list[str]
+
+
+def differences(ours: dict[str, str], theirs: dict[str, str]) -> list[str]:
+    """Every field in which two identities differ, in words."""
+    return [
+        f"{name}: {ours.get(name, 'absent')} here, {theirs.get(name, 'absent')} there"
+        for name in sorted(ours.keys() | theirs.keys())
+        if ours.get(name) != theirs.get(name)
+    ]
 
 encode = msgspec.msgpack.encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
+decode_join = msgspec.msgpack.Decoder(Join).decode
+decode_join_reply = msgspec.msgpack.Decoder(Welcome | Refused).decode

@@ -4,10 +4,10 @@ Each end is a function (state, event) -> (state, effects). A worker performs the
 back what comes of them; the checker does the same with a wire and a transport that it controls.
 
 A handoff is many one-sided writes (a chunk of one layer each) into pages that decode pinned, from
-pages that prefill pinned. How many there will be is not known before the last is computed. The promise: a page is unpinned, at either end, only when no write
-of this handoff is in flight or can still begin. Evidence of that is the writer's word (Written,
-Drained) or a fence that the transport vouches for (PeerFenced). Time passing is not: a deadline
-asks, and then fences.
+pages that prefill pinned. How many there will be is not known before the last is computed. The
+promise: a page is unpinned, at either end, only when no write of this handoff is in flight or can
+still begin. Evidence of that is the writer's word (Written, Drained) or a fence that the transport
+vouches for (PeerFenced). Time passing is not: a deadline asks, and then fences.
 
 Messages may be lost, repeated and reordered. Decode asks again on every tick until it is answered;
 prefill answers from where it stands, for as long as it may be asked. A Cancel that overtakes its
@@ -45,7 +45,13 @@ class Drained:
     """Prefill to decode: not all bytes are in place, and I will not write again."""
 
 
-Message = Offer | Cancel | Written | Drained
+@dataclass(frozen=True)
+class Lost:
+    """Prefill to decode: I will not write again, but a write failed, and what the network still
+    holds of it I cannot know. Only a fence can tell."""
+
+
+Message = Offer | Cancel | Written | Drained | Lost
 
 # ---- from a worker to its own end -----------------------------------------------------------
 
@@ -64,10 +70,12 @@ class Sealed:
 
 @dataclass(frozen=True)
 class WriteEnded:
-    """The transport is done with this write; `whole` if every byte is in place."""
+    """The transport is done with this write; `whole` if every byte is in place. Of a `stray` one
+    bytes may still arrive at the target."""
 
     write: int
     whole: bool = True
+    stray: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,12 +128,12 @@ class Admit:
 
 @dataclass(frozen=True)
 class Fence:
-    """Decode: have the peer stopped for good, and tell us when that is certain."""
+    """Decode: have the peer cut off for good, and tell us when that is certain."""
 
 
 Effect = Send | StartWrite | CutWrites | Unpin | Admit | Fence
 PrefillEvent = Offer | Cancel | Computed | Sealed | WriteEnded | Abort
-DecodeEvent = Written | Drained | Abort | Tick | Overdue | PeerFenced
+DecodeEvent = Written | Drained | Lost | Abort | Tick | Overdue | PeerFenced
 
 # ---- prefill's end --------------------------------------------------------------------------
 
@@ -134,10 +142,11 @@ DecodeEvent = Written | Drained | Abort | Tick | Overdue | PeerFenced
 class Prefill:
     """`idle`: not offered yet. `open`: writing. `cutting`: waits for writes to end. Then closed."""
 
-    phase: Literal["idle", "open", "cutting", "written", "drained"] = "idle"
+    phase: Literal["idle", "open", "cutting", "written", "drained", "lost"] = "idle"
     begun: int = 0  # writes given to the transport so far
     flying: tuple[int, ...] = ()  # of those, the ones that have not ended
     sealed: bool = False
+    strayed: bool = False  # a write failed, and its bytes may be anywhere
 
 
 def prefill(state: Prefill, event: PrefillEvent) -> tuple[Prefill, tuple[Effect, ...]]:
@@ -150,8 +159,9 @@ def prefill(state: Prefill, event: PrefillEvent) -> tuple[Prefill, tuple[Effect,
             return _landed(replace(state, sealed=True))
         case "open", WriteEnded(write, True):
             return _landed(_without(state, write))
-        case "open" | "cutting", WriteEnded(write):
-            return _cut(_without(state, write), state.phase == "open")
+        case "open" | "cutting", WriteEnded(write, _, stray):
+            after = replace(_without(state, write), strayed=state.strayed or stray)
+            return _cut(after, state.phase == "open")
         case "idle" | "open", Cancel() | Abort():
             return _cut(state, first=True)
         case "open", Offer():
@@ -162,9 +172,11 @@ def prefill(state: Prefill, event: PrefillEvent) -> tuple[Prefill, tuple[Effect,
             return state, (Send(Written()),)
         case "drained", Offer() | Cancel():
             return state, (Send(Drained()),)
+        case "lost", Offer() | Cancel():
+            return state, (Send(Lost()),)
         case "written", Abort():
             return state, ()
-        case "drained", Abort() | Computed() | Sealed():
+        case "drained" | "lost", Abort() | Computed() | Sealed():
             return state, ()
     raise Bug(f"prefill {state.phase} got {event}")
 
@@ -191,6 +203,8 @@ def _cut(state: Prefill, first: bool) -> tuple[Prefill, tuple[Effect, ...]]:
     asked: tuple[Effect, ...] = (CutWrites(),) if first else ()
     if state.flying:
         return replace(state, phase="cutting"), asked
+    if state.strayed:  # our own pages are read no more, decode's may still be written
+        return replace(state, phase="lost"), (*asked, Send(Lost()), Unpin())
     return replace(state, phase="drained"), (*asked, Send(Drained()), Unpin())
 
 
@@ -216,7 +230,7 @@ def decode(state: Decode, event: DecodeEvent) -> tuple[Decode, tuple[Effect, ...
             return state, (Send(Offer()),)
         case "cancelling", Tick():
             return state, (Send(Cancel()),)
-        case "offered" | "cancelling", Overdue():
+        case "offered" | "cancelling", Overdue() | Lost():
             return state, (Fence(),)
         case "cancelling", Abort():
             return state, ()

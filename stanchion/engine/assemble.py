@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
+
 from stanchion.core.errors import ConfigError
 from stanchion.device.cpu import InlineQueue
 from stanchion.device.stream import Stream
-from stanchion.engine.loop import FAILPOINTS, Engine, Served
+from stanchion.engine.bounds import FAILPOINTS, Served
+from stanchion.engine.loop import Engine
 from stanchion.engine.runner import Runner
 from stanchion.engine.scheduler import Limits
+from stanchion.kv.arena import Arena
 from stanchion.kv.pages import PagePool
+from stanchion.kv.poison import poison
 from stanchion.kv.prefix import PrefixTree
 from stanchion.kv.ready import Ready
 from stanchion.kv.schema import Schema
@@ -27,6 +33,16 @@ def pages_that_fit(schema: Schema, memory_gib: float) -> int:
     return pages
 
 
+@dataclass(frozen=True)
+class Parts:
+    """An engine, and what others than its loop work with."""
+
+    engine: Engine
+    runner: Runner
+    store: Store
+    stream: Stream
+
+
 def assemble(
     model: Model,
     limits: Limits,
@@ -37,7 +53,9 @@ def assemble(
     failpoints: frozenset[str] = frozenset(),
     record_drafts: bool = False,
     context_max: int = 0,
-) -> Engine:
+    arena: Arena | None = None,
+    poisoned: bool = False,
+) -> Parts:
     """`pages` counts the null page; `context_max` 0 means the model's own.
 
     Raise ConfigError for a failpoint that does not exist.
@@ -48,7 +66,10 @@ def assemble(
     pool = PagePool(pages)
     ready = Ready(pages, schema.target_layers, schema.layers, schema.page_tokens)
     stream = Stream("compute", InlineQueue())
-    runner = Runner(model, Store(schema, pages), stream, pool, ready)
+    store = Store(schema, pages, arena)
+    if poisoned:
+        pool.on_free = partial(poison, store, stream)
+    runner = Runner(model, store, stream, pool, ready)
     served = Served(
         name,
         revision,
@@ -58,4 +79,5 @@ def assemble(
         eos_ids,
     )
     tree = PrefixTree(pool, schema.page_tokens)
-    return Engine(served, limits, pool, tree, ready, runner.launch, failpoints, record_drafts)
+    engine = Engine(served, limits, pool, tree, ready, runner.launch, failpoints, record_drafts)
+    return Parts(engine, runner, store, stream)

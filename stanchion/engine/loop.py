@@ -6,6 +6,9 @@
 
 A flight holds its own pins, so a request may end at any moment and its pages stay out of the pool
 until the device is done with them. A request ends in one place, `_end`, once.
+
+A request whose prompt another worker computes has its pages from the start, and waits in phase
+`receive` for `arrived`: from then on it is like one whose whole prompt was found in the cache.
 """
 
 from __future__ import annotations
@@ -21,15 +24,10 @@ import numpy as np
 from stanchion.core.errors import Bug
 from stanchion.core.identity import CacheIdentity
 from stanchion.core.messages import Abort, Ended, FromWorker, PromptScores, Start, Tokens
-from stanchion.core.outcome import (
-    Cancelled,
-    Completed,
-    Outcome,
-    Overloaded,
-    Rejected,
-)
+from stanchion.core.outcome import Cancelled, Completed, Outcome, Overloaded
 from stanchion.core.outcome import OutputSuspect as Suspect
 from stanchion.device.stream import Pages
+from stanchion.engine.bounds import Served, cut, refusal
 from stanchion.engine.flight import Landed
 from stanchion.engine.request import NO_PAGES, Request
 from stanchion.engine.scheduler import Limits, Piece, plan
@@ -38,12 +36,6 @@ from stanchion.kv.prefix import PrefixTree
 from stanchion.kv.ready import Ready
 
 TRIES = 4  # requests that do not fit are tried this many a step, oldest first
-FAILPOINTS = {
-    "flight_without_pin": "a flight relies on its requests' pins: they may end while it is out",
-    "hit_without_pin": "a prefix hit takes no pin: eviction may give its pages away",
-    "publish_before_complete": "a prompt's pages are shared before they are computed",
-    "watermark_not_lowered": "rows of rejected drafts keep counting as ready",
-}
 
 
 class Landing(Protocol):
@@ -53,18 +45,7 @@ class Landing(Protocol):
 
 
 Launch = Callable[[Sequence[Piece], list[Pin]], Landing]
-
-
-@dataclass(frozen=True)
-class Served:
-    """What is served: the part of a CacheIdentity that the worker knows, and the model's bounds."""
-
-    model: str
-    revision: str
-    schema: str
-    vocabulary: int
-    context_max: int
-    eos_ids: tuple[int, ...]
+Inspect = Callable[[Request], str | None]  # evidence against a request that is about to complete
 
 
 @dataclass
@@ -100,6 +81,8 @@ class Engine:
     waiting: list[Request] = field(default_factory=list)  # in order of arrival
     counters: Counters = field(default_factory=Counters)
     flight: Flight | None = None
+    wanting: list[Request] = field(default_factory=list)  # they have pages, and need KV from afar
+    inspect: Inspect | None = None
     _arrivals: int = 0
 
     @property
@@ -109,8 +92,26 @@ class Engine:
     def step(self, heard: Sequence[Start | Abort]) -> list[FromWorker]:
         said = [reply for message in heard for reply in self._hear(message)]
         said += self._land()
+        if self.pool.quarantined:
+            said += self._give_up()
         self._launch()
         return said
+
+    # ---- from afar --------------------------------------------------------------------------
+
+    def arrived(self, request: Request, cached: int) -> None:
+        """All rows of its prompt are in place now, and their watermarks are raised. `cached` of
+        its tokens were not computed by anybody."""
+        if request.phase != "receive":
+            raise Bug(f"KV arrived for {request.name}, which is in phase {request.phase}")
+        self.counters.cached_tokens += max(cached - request.cached, 0)
+        request.cached = max(request.cached, cached)
+        request.computed, request.redo, request.phase = request.length, True, "prefill"
+
+    def fail(self, name: str, outcome: Outcome) -> list[FromWorker]:
+        """End a request that cannot go on; nothing if it has ended."""
+        request = self.running.get(name) or self._waiting(name)
+        return [self._end(request, outcome)] if request else []
 
     # ---- hear -------------------------------------------------------------------------------
 
@@ -119,13 +120,15 @@ class Engine:
             case Start():
                 return self._arrive(message)
             case Abort(name, by):
-                request = self.running.get(name) or self._waiting(name)
-                return [self._end(request, Cancelled(by))] if request else []
+                return self.fail(name, Cancelled(by))
 
     def _arrive(self, start: Start) -> list[FromWorker]:
-        refusal = self._refusal(start)
-        if refusal is not None:
-            return [Ended(request=start.request, outcome=refusal)]
+        if start.request in self.running or self._waiting(start.request):
+            raise Bug(f"two requests are called {start.request}")
+        capacity = self._pages_max * self.ready.page_tokens
+        refused = refusal(start, self.served, capacity, len(self.waiting), self.limits)
+        if refused is not None:
+            return [Ended(request=start.request, outcome=refused)]
         length = len(start.tokens)
         tokens = np.zeros(length + start.sampling.max_tokens, np.int32)
         tokens[:length] = start.tokens
@@ -145,24 +148,16 @@ class Engine:
         )
         return []
 
-    def _refusal(self, start: Start) -> Outcome | None:
-        if start.request in self.running or self._waiting(start.request):
-            raise Bug(f"two requests are called {start.request}")
-        if len(self.waiting) >= self.limits.waiting_max:
-            return Overloaded(f"{len(self.waiting)} requests are waiting already", 1.0)
-        length, most = len(start.tokens), start.sampling.max_tokens
-        room = min(self.served.context_max, (self.pool.size - 1) * self.ready.page_tokens)
-        if length + most > room:
-            said = f"{length} prompt tokens and {most} new ones are over the {room} that fit here"
-            return Rejected("max_tokens" if length < room else "prompt", said)
-        vocabulary = self.served.vocabulary
-        if max(start.tokens) >= vocabulary:
-            return Rejected("prompt", f"a token id is not below the vocabulary, {vocabulary}")
-        named = (*start.sampling.stop_ids, *(token for token, _ in start.sampling.logit_bias))
-        if named and max(named) >= vocabulary:
-            field_name = "stop_ids" if max(start.sampling.stop_ids, default=0) >= vocabulary else ""
-            return Rejected(field_name or "logit_bias", f"a token id is not below {vocabulary}")
-        return None
+    @property
+    def _pages_max(self) -> int:
+        return self.pool.size - 1 - self.pool.quarantined
+
+    def _give_up(self) -> list[FromWorker]:
+        """End what waits for more pages than are left since some were put into quarantine."""
+        most = self._pages_max * self.ready.page_tokens
+        hopeless = [one for one in self.waiting if one.length_max > most]
+        refused = Overloaded("the pages that it needs are in quarantine on this worker", 1.0)
+        return [self._end(one, refused) for one in hopeless]
 
     def _waiting(self, name: str) -> Request | None:
         return next((one for one in self.waiting if one.name == name), None)
@@ -195,7 +190,7 @@ class Engine:
         reason: Outcome | None = None
         kept = 0
         if landed.chosen is not None:
-            kept, reason = _cut(request, landed.chosen.tokens)
+            kept, reason = cut(request, landed.chosen.tokens)
             said.append(self._say(landed, kept))
         self._advance(landed, kept)
         if not piece.decodes:
@@ -204,7 +199,9 @@ class Engine:
             if done and not request.sampling.max_tokens:
                 reason = Completed("length")  # nothing but the prompt was asked for
         if reason is not None:
-            said.append(self._end(request, reason))
+            evidence = self.inspect(request) if self.inspect else None
+            self.counters.suspect += evidence is not None
+            said.append(self._end(request, Suspect(evidence) if evidence else reason))
         return said
 
     def _say(self, landed: Landed, kept: int) -> Tokens:
@@ -338,6 +335,10 @@ class Engine:
             request.cached = request.computed
             self.counters.cached_tokens += request.cached
         request.phase, request.lacks = "prefill", 0
+        missing = request.computed < request.length
+        if request.start.prefill is not None and not request.generated and missing:
+            request.phase = "receive"
+            self.wanting.append(request)
         self.waiting.remove(request)
         self.running[request.name] = request
         self.running = dict(sorted(self.running.items(), key=lambda item: item[1].arrival))
@@ -365,7 +366,9 @@ class Engine:
                 request.pages = np.concatenate([request.pages, fresh])
                 request.generations = np.append(request.generations, self.pool.generations[fresh])
                 return
-            self._preempt(next(reversed(self.running.values())))
+            # Those that wait for KV have nothing to give: a peer may still write to their pages.
+            able = (one for one in reversed(self.running.values()) if one.phase != "receive")
+            self._preempt(next(able))
 
     def _free_up(self, pages: int) -> bool:
         """Evict until so many pages are free; if that cannot be, evict nothing."""
@@ -413,20 +416,10 @@ class Engine:
         said = self.pool.audit()
         said += [f"{name} is still running" for name in self.running]
         said += [f"{one.name} is still waiting" for one in self.waiting]
-        if not self.busy and self.pool.available + self.tree.pages != self.pool.size - 1:
+        kept = self.tree.pages + self.pool.quarantined
+        if not self.busy and self.pool.available + kept != self.pool.size - 1:
             said.append(
-                f"{self.pool.available} free and {self.tree.pages} cached pages "
-                f"are not all of {self.pool.size - 1}"
+                f"{self.pool.available} free pages, {self.tree.pages} cached and "
+                f"{self.pool.quarantined} in quarantine are not all of {self.pool.size - 1}"
             )
         return said
-
-
-def _cut(request: Request, tokens: list[int]) -> tuple[int, Outcome | None]:
-    """How many of the new tokens count, and whether they end the request."""
-    for at, token in enumerate(tokens):
-        generated = request.generated + at + 1
-        if token in request.ends and generated > request.sampling.min_tokens:
-            return at + 1, Completed("stop")
-        if generated == request.sampling.max_tokens:
-            return at + 1, Completed("length")
-    return len(tokens), None

@@ -24,7 +24,7 @@ from stanchion.kv.pages import Pin
 if TYPE_CHECKING:
     from torch import Tensor  # held for the runner, never looked into
 
-Phase = Literal["waiting", "prefill", "decode", "ended"]
+Phase = Literal["waiting", "receive", "prefill", "decode", "ended"]
 NO_PAGES: Pages = np.zeros(0, np.int32)
 
 

@@ -25,7 +25,7 @@ from stanchion.device.kernels.choose import finite
 from stanchion.device.stream import Pages, Stream, View
 from stanchion.engine.batch import Ints, Tables, Written
 from stanchion.engine.flight import Arrived, Landed, Scores
-from stanchion.engine.request import Ahead
+from stanchion.engine.request import Ahead, Request
 from stanchion.engine.sample import Window, draft, score, verify
 from stanchion.engine.scheduler import Piece
 from stanchion.kv.pages import PagePool, Pin
@@ -37,14 +37,21 @@ from stanchion.model.text import Model
 SCORED_ROWS = 64  # prompt log-probabilities are made from this many rows of logits at a time
 
 
+# What hears, layer by layer, up to which row each request's prompt is in place.
+OnRows = Callable[[int, Sequence[tuple[Request, int]]], None]
+
+
 class Marking:
     """A flight's cache for one pass: when a layer's rows are in, its watermark rises."""
 
-    def __init__(self, leased: Leased, ready: Ready, written: Written) -> None:
+    def __init__(
+        self, leased: Leased, ready: Ready, written: Written, then: Callable[[int], None] | None
+    ) -> None:
         self.page_tokens = leased.page_tokens
         self._leased = leased
         self._ready = ready
         self._written = written
+        self._then = then
 
     def reading(self, layer: int, door: Door) -> AbstractContextManager[View[Rows]]:
         return self._leased.reading(layer, door)
@@ -57,6 +64,8 @@ class Marking:
 
     def _raise(self, layer: int) -> None:
         self._ready.raise_to(layer, self._written.pages, self._written.rows)
+        if self._then is not None:
+            self._then(layer)
 
 
 class Raising:
@@ -86,6 +95,7 @@ class Runner:
         self._stream = stream
         self._pool = pool
         self._ready = ready
+        self.on_rows: OnRows | None = None
 
     def launch(self, pieces: Sequence[Piece], pins: list[Pin]) -> Arrived:
         flight = _Flight(self, pieces, pins)
@@ -150,7 +160,9 @@ class _Flight:
         counts = np.array([one.piece.count for one in self.landed], np.int64)
         redone = np.array([one.piece.redone for one in self.landed], np.int64)
         batch = tables.ragged(tokens, firsts, counts, redone)
-        return self._model.forward(batch, self._mark(tables, firsts + redone, counts - redone))
+        ends = [(one.piece.request, one.piece.first + one.piece.count) for one in self.landed]
+        cache = self._mark(tables, firsts + redone, counts - redone, ends)
+        return self._model.forward(batch, cache)
 
     def judge(self, hidden: Tensor) -> None:
         """Check that rows are finite, score prompts, and let each window choose its tokens."""
@@ -253,7 +265,8 @@ class _Flight:
         tables = self._tables(lanes)
         begins, sizes = np.array(firsts, np.int64), np.array(counts, np.int64)
         batch = tables.ragged(tokens.astype(np.int64), begins, sizes)
-        hidden = self._model.draft(batch, before, self._mark(tables, begins, sizes))
+        upto = [(one.piece.request, int(end)) for one, end in zip(lanes, begins + sizes)]
+        hidden = self._model.draft(batch, before, self._mark(tables, begins, sizes, upto))
         sound = _finite(hidden)
         ends = np.cumsum(sizes) - 1
         fit = np.array([sound[end + 1 - size : end + 1].all() for end, size in zip(ends, sizes)])
@@ -278,9 +291,13 @@ class _Flight:
     def _lease(self, tables: Tables, written: Pages) -> Leased:
         return Leased(self._runner._store, self._runner._stream, self._pins, tables.pages, written)
 
-    def _mark(self, tables: Tables, firsts: Ints, counts: Ints) -> Marking:
+    def _mark(
+        self, tables: Tables, firsts: Ints, counts: Ints, ends: list[tuple[Request, int]]
+    ) -> Marking:
         written = tables.written(firsts, counts)
-        return Marking(self._lease(tables, written.pages), self._runner._ready, written)
+        leased, hears = self._lease(tables, written.pages), self._runner.on_rows
+        then = None if hears is None else (lambda layer: hears(layer, ends))
+        return Marking(leased, self._runner._ready, written, then)
 
 
 def _ahead(one: Landed) -> Ahead:

@@ -20,8 +20,8 @@ from stanchion.gateway import journal, openai
 from stanchion.gateway.auth import Keys
 from stanchion.gateway.body import ChatBody, CompletionBody, chat_body, completion_body
 from stanchion.gateway.failures import Draining
+from stanchion.gateway.fleet import Fleet
 from stanchion.gateway.generate import Generation, mint
-from stanchion.gateway.link import Link
 from stanchion.gateway.metrics import CONTENT_TYPE, Metrics
 from stanchion.gateway.openai import Ask, Limits
 from stanchion.gateway.settings import GatewaySettings
@@ -48,14 +48,14 @@ class InternalError(ServeError):
 
 
 class App:
-    def __init__(self, settings: GatewaySettings, vocabulary: Vocabulary, link: Link) -> None:
+    def __init__(self, settings: GatewaySettings, vocabulary: Vocabulary, fleet: Fleet) -> None:
         self._settings = settings
         self._vocabulary = vocabulary
-        self._link = link
+        self._fleet = fleet
         self._keys = Keys(settings.api_keys)
         self._threads = ThreadPoolExecutor(TOKENISING_THREADS, "tokenise")
         self._bodies = Budget(settings.bodies_bytes_max)
-        self.metrics = Metrics(link.ledger)
+        self.metrics = Metrics(fleet)
         self.open_calls = 0
         self.draining = False
         self.routes = (
@@ -96,12 +96,11 @@ class App:
             await self._refuse(call, InternalError("internal error"))
         finally:
             self.metrics.reply(route.path if route else "other", call.status or CLIENT_LEFT)
-            self._link.changed.set()
+            self._fleet.changed.set()
 
     def _marks(self) -> Headers:
         """Armed failpoints mark every reply: nobody should take these answers for real ones."""
-        hello = self._link.ledger.hello
-        armed = hello.failpoints if hello else ()
+        armed = self._fleet.failpoints
         return [(b"x-stanchion-failpoints", ",".join(armed).encode())] if armed else []
 
     async def _answer(self, call: Call, route: Route | None) -> None:
@@ -123,10 +122,12 @@ class App:
         await call.json(200, {"status": "alive"})
 
     async def _ready(self, call: Call, tenant: str) -> None:
-        reasons = self._link.ledger.why_not_ready(asyncio.get_running_loop().time())
+        now = asyncio.get_running_loop().time()
+        reasons = self._fleet.why_not_ready(now)
         if self.draining:
             reasons.insert(0, "draining")
-        body = {"ready": not reasons, "why_not": reasons}
+        missing = self._fleet.troubles(now)  # told even where the others can serve without it
+        body = {"ready": not reasons, "why_not": reasons, "missing": missing}
         await call.json(503 if reasons else 200, body)
 
     async def _metrics(self, call: Call, tenant: str) -> None:
@@ -164,7 +165,7 @@ class App:
                 ask = await self._ask(body)
             # Read again: it may have changed while the body came and was tokenised.
             self._admit()
-            generation = Generation(call, ask, tenant, self._link, self.metrics)
+            generation = Generation(call, ask, tenant, self._fleet, self.metrics)
             began = time.monotonic()
             error = await generation.run()
             self._log(call, tenant, ask, generation, time.monotonic() - began)
@@ -176,7 +177,7 @@ class App:
     def _admit(self) -> None:
         if self.draining:
             raise Draining("the server is stopping")
-        self._link.room(1)
+        self._fleet.room(1)
         bound = self._settings.in_flight_max * OPEN_CALLS_A_SEQUENCE
         if self.open_calls >= bound:
             raise Overloaded(f"{bound} calls are open", self._settings.retry_after_s)
@@ -194,9 +195,9 @@ class App:
         return openai.ask(body, prompts, self._vocabulary, limits)
 
     def _limits(self) -> Limits:
-        hello = self._link.ledger.hello
+        hello = self._fleet.hello
         if hello is None:
-            raise PeerLost("the worker is not ready")
+            raise PeerLost("no worker is ready")
         return Limits(
             model=self._settings.served_model_name or hello.model,
             context_max=hello.context_max,

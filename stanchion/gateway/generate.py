@@ -1,6 +1,6 @@
 """One generation request, from its `Ask` to the last byte: starts, follows, answers, lets go.
 
-Promises: the response starts with the worker's first message, so an error before any token has
+Promises: the response starts with a worker's first message, so an error before any token has
 its HTTP status; a client that leaves is noticed while waiting, streaming and blocked on a write,
 and what it had running is aborted at once; nothing but the end of every choice writes a success.
 """
@@ -18,8 +18,8 @@ from stanchion.core.messages import PromptScores
 from stanchion.core.outcome import Cancelled, Outcome, worse
 from stanchion.gateway.choice import ChoiceFold, Piece
 from stanchion.gateway.failures import failure
+from stanchion.gateway.fleet import Fleet
 from stanchion.gateway.ledger import Mail, Ticket, joined
-from stanchion.gateway.link import Link
 from stanchion.gateway.metrics import Metrics, tag
 from stanchion.gateway.openai import Ask
 from stanchion.gateway.replies import Reply, encode, error_body, event
@@ -52,14 +52,14 @@ _LEFT: Outcome = Cancelled("client")
 
 
 class Generation:
-    def __init__(self, call: Call, ask: Ask, tenant: str, link: Link, metrics: Metrics) -> None:
+    def __init__(self, call: Call, ask: Ask, tenant: str, fleet: Fleet, metrics: Metrics) -> None:
         self._call = call
         self._ask = ask
-        self._link = link
+        self._fleet = fleet
         self._metrics = metrics
         self._bell = asyncio.Event()
         self._began = time.monotonic()
-        tickets = link.start(ask.starts(tenant, mint), self._bell.set)
+        tickets = fleet.start(ask.starts(tenant, mint), self._bell.set)
         self.choices = [_Choice(ticket, ChoiceFold(ask.style)) for ticket in tickets]
         self.folds = [choice.fold for choice in self.choices]
         self._reply = Reply(ask, call.name, int(time.time()), self.folds)
@@ -165,7 +165,7 @@ class Generation:
         if mail.ended is not None:
             choice.pieces.append(fold.finish(mail.ended))
         if fold.over():
-            self._link.leave(choice.ticket, "stop_string" if fold.end else "monitor")
+            self._fleet.leave(choice.ticket, "stop_string" if fold.end else "monitor")
 
     def _time(self, choice: _Choice, tokens: int) -> None:
         if not tokens:
@@ -198,7 +198,7 @@ class Generation:
     def _leave(self) -> None:
         """Whatever is still running has no reader any more."""
         for choice in self.choices:
-            self._link.leave(choice.ticket, "client")
+            self._fleet.leave(choice.ticket, "client")
 
     def _account(self) -> None:
         seconds = time.monotonic() - self._began

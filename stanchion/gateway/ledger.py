@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 
 from stanchion.core.errors import Bug
 from stanchion.core.messages import (
@@ -22,6 +23,7 @@ from stanchion.core.messages import (
     Progress,
     PromptScores,
     Spec,
+    Suspected,
     Tokens,
     TopToken,
 )
@@ -69,12 +71,28 @@ class Mail:
         return rest
 
 
-class Ticket:
-    """One accepted request, for its reader."""
+def _never(ended: Outcome) -> bool:
+    return False
 
-    def __init__(self, request: str, ring: Callable[[], None]) -> None:
+
+class Ticket:
+    """One accepted request, for its reader.
+
+    `request` is its name at the worker that has it now. `again` is asked when an attempt ended of
+    which nothing was said: if it answers True, another attempt was begun and the reader is told
+    nothing.
+    """
+
+    def __init__(
+        self,
+        request: str,
+        ring: Callable[[], None],
+        again: Callable[[Outcome], bool] = _never,
+    ) -> None:
         self.request = request
+        self.said = False  # something came for the reader
         self._ring = ring
+        self._again = again
         self._mail: Mail | None = None
         self._closed = False  # the reader has been, or need not be, told an ending
         self._cached_tokens = 0
@@ -94,6 +112,11 @@ class Ticket:
     def put(self, message: Tokens | PromptScores | Ended) -> None:
         if self._closed:
             return
+        if isinstance(message, Ended):
+            if self._begun_again(message.outcome):
+                return
+        else:
+            self.said = True
         mail = self._open()
         if isinstance(message, PromptScores):
             mail.scores = joined(mail.scores, message)
@@ -110,11 +133,19 @@ class Ticket:
                 self._close(mail, message.outcome)
         self._ring()
 
+    def end(self, outcome: Outcome) -> None:
+        """The attempt ended without a word from its worker."""
+        if not self._closed and not self._begun_again(outcome):
+            self.close(outcome)
+
     def close(self, outcome: Outcome) -> None:
         """Ends it for the reader now, whatever the worker says later."""
         if not self._closed:
             self._close(self._open(), outcome)
             self._ring()
+
+    def _begun_again(self, outcome: Outcome) -> bool:
+        return not self.said and self._again(outcome)
 
     def _open(self) -> Mail:
         if self._mail is None:
@@ -124,37 +155,53 @@ class Ticket:
     def _close(self, mail: Mail, outcome: Outcome) -> None:
         mail.ended = outcome
         self._closed = True
+        self._again = _never  # and so lets go of what was asked
 
 
 class Ledger:
-    def __init__(self, silence_s: float, stall_s: float) -> None:
+    """`freed` is called with the name of each request that leaves the table, as it does."""
+
+    def __init__(
+        self,
+        silence_s: float,
+        stall_s: float,
+        freed: Callable[[str], None] = lambda request: None,
+    ) -> None:
         self._silence_s = silence_s
         self._stall_s = stall_s
+        self._freed = freed
         self._tickets: dict[str, Ticket] = {}
         self.hello: Hello | None = None
         self.progress: Progress | None = None
         self.drained = False
         self.unknown = 0  # messages for requests that are not in the table
         self.lost = 0  # times the worker was lost
-        self._heard_at = 0.0  # Hello or Progress
+        self.heard_at = 0.0  # Hello or Progress
+        self.progress_at = -inf
         self._moved_at = 0.0  # the engine's counters changed, or nothing was asked of it
         self._held_at = 0.0  # the worker said it holds something, or was just given something
 
     def __len__(self) -> int:
         return len(self._tickets)
 
-    def open(self, request: str, ring: Callable[[], None], now: float) -> Ticket:
-        if request in self._tickets:
-            raise Bug(f"request {request} was minted twice")
+    def open(self, ticket: Ticket, now: float) -> None:
+        if ticket.request in self._tickets:
+            raise Bug(f"request {ticket.request} was minted twice")
         if not self._tickets:
             self._moved_at = now
         self._held_at = now
-        ticket = self._tickets[request] = Ticket(request, ring)
-        return ticket
+        self._tickets[ticket.request] = ticket
 
     def forget(self, ticket: Ticket) -> None:
         """It never reached the worker."""
         self._tickets.pop(ticket.request)
+        self._freed(ticket.request)
+
+    def detach(self, request: str) -> None:
+        """Its reader is served by another attempt: what still comes of this one is for nobody."""
+        husk = Ticket(request, lambda: None)
+        husk.close(Cancelled("deadline"))
+        self._tickets[request] = husk
 
     def leave(self, ticket: Ticket, by: Leaver) -> bool:
         """The reader wants no more. True if the worker must be told."""
@@ -170,7 +217,7 @@ class Ledger:
         match message:
             case Hello():
                 self.hello, self.drained = message, False
-                self._heard_at = self._moved_at = self._held_at = now
+                self.heard_at = self._moved_at = self._held_at = now
             case Progress():
                 self._progress(message, now)
             case Drained():
@@ -178,6 +225,7 @@ class Ledger:
             case Ended():
                 self._held_at = now
                 if ticket := self._tickets.pop(message.request, None):
+                    self._freed(message.request)
                     ticket.put(message)
                 else:
                     self.unknown += 1
@@ -187,22 +235,25 @@ class Ledger:
                     known.put(message)
                 else:
                     self.unknown += 1
+            case Suspected():
+                pass  # of another worker: not what this table is about
 
     def lose(self, why: str) -> list[str]:
         """The worker is gone: everything in flight ends, and is returned by name."""
-        names = list(self._tickets)
-        for ticket in self._tickets.values():
-            ticket.close(PeerLost(why))
-        self._tickets.clear()
-        self.hello = None
+        tickets, self._tickets = self._tickets, {}
+        self.hello, self.progress_at = None, -inf
         self.lost += 1
-        return names
+        for name in tickets:
+            self._freed(name)
+        for ticket in tickets.values():
+            ticket.end(PeerLost(why))
+        return list(tickets)
 
     def overdue(self, now: float) -> str | None:
         """Why the worker must be taken for lost, if it must."""
         if self.hello is None:
             return None
-        if now - self._heard_at > self._silence_s:
+        if now - self.heard_at > self._silence_s:
             return f"the worker was silent for {self._silence_s:g} s"
         if self._tickets and now - self._held_at > self._silence_s:
             return f"for {self._silence_s:g} s the worker knew of no request that it was given"
@@ -214,8 +265,8 @@ class Ledger:
         reasons = []
         if self.progress is None:
             reasons.append("the worker has not reported progress")
-        elif now - self._heard_at > self._silence_s / 2:
-            reasons.append(f"no report from the worker for {now - self._heard_at:.1f} s")
+        elif now - self.heard_at > self._silence_s / 2:
+            reasons.append(f"no report from the worker for {now - self.heard_at:.1f} s")
         if self._tickets and now - self._moved_at > self._stall_s:
             stalled = now - self._moved_at
             reasons.append(f"{len(self._tickets)} in flight, no step for {stalled:.1f} s")
@@ -223,7 +274,7 @@ class Ledger:
 
     def _progress(self, said: Progress, now: float) -> None:
         before, self.progress = self.progress, said
-        self._heard_at = now
+        self.heard_at = self.progress_at = now
         moved = before is None or (before.steps, before.prefill_tokens) != (
             said.steps,
             said.prefill_tokens,

@@ -1,7 +1,8 @@
 """Counters and gauges in Prometheus's form, named as near to vLLM's as meaning allows.
 
-What the gateway sees itself is counted here; what only the worker knows is read from its last
-`Progress` at the time of the scrape. A registry of its own: two gateways in one process do not mix.
+What the gateway sees itself is counted here; what only a worker knows is read from its last
+`Progress` at the time of the scrape, and labelled with its name and role. A registry of its own:
+two gateways in one process do not mix.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from prometheus_client.registry import Collector
 
 from stanchion.core.messages import Hello, Progress, Spec
 from stanchion.core.outcome import Outcome
-from stanchion.gateway.ledger import Ledger
+from stanchion.gateway.fleet import Fleet
+from stanchion.gateway.members import View
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 _PREFIX = "stanchion:"
@@ -24,7 +26,7 @@ _E2E_S = (0.1, 0.3, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 240, 480, 960, 1920)
 
 
 class Metrics:
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, fleet: Fleet) -> None:
         self.registry = CollectorRegistry()
         self._prompt = self._counter("prompt_tokens", "Prompt tokens of accepted requests")
         self._generated = self._counter("generation_tokens", "Tokens generated for clients")
@@ -36,7 +38,7 @@ class Metrics:
         self._first = self._histogram("time_to_first_token_seconds", "To the first token", _TTFT_S)
         self._next = self._histogram("inter_token_latency_seconds", "Between tokens", _ITL_S)
         self._whole = self._histogram("e2e_request_latency_seconds", "To the end", _E2E_S)
-        self.registry.register(_Worker(ledger))
+        self.registry.register(_Workers(fleet))
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
@@ -79,52 +81,88 @@ def tag(outcome: Outcome) -> str:
     return str(outcome.__struct_config__.tag)
 
 
-class _Worker(Collector):
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+Value = tuple[str, str, float]  # name, help, value
+_COUNTERS = frozenset(
+    {
+        "unknown_messages", "worker_lost", "engine_steps", "prefill_tokens",
+        "engine_busy_seconds", "num_preemptions", "corrupted_requests", "spec_decode_num_drafts",
+        "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "kv_bytes_sent",
+        "deadlines",
+    }
+)  # fmt: skip
+
+
+class _Workers(Collector):
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
 
     def describe(self) -> list[Metric]:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        yield _gauge("requests_in_flight", "Sequences accepted and not ended", len(self._ledger))
-        yield _count("unknown_messages", "Messages for no known request", self._ledger.unknown)
-        yield _count("worker_lost", "Times the worker was lost", self._ledger.lost)
-        if (said := self._ledger.progress) is not None:
-            yield from _load(said, self._ledger.hello)
-            yield from _speculation(said)
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        for view in self._fleet.views():
+            permits = self._fleet.permits(view.member) if view.member else 0
+            for name, words, value in _values(view, permits):
+                if name not in families:
+                    kind = CounterMetricFamily if name in _COUNTERS else GaugeMetricFamily
+                    families[name] = kind(_PREFIX + name, words, labels=("worker", "role"))
+                families[name].add_metric((view.name, view.role), value)
+        yield from families.values()
+        retries = CounterMetricFamily(
+            _PREFIX + "request_retries", "Attempts made again elsewhere", labels=("reason",)
+        )
+        for reason, count in self._fleet.retries.items():
+            retries.add_metric((reason,), count)
+        yield retries
+        suspicions, garbage = self._fleet.suspicions, self._fleet.garbage
+        yield CounterMetricFamily(_PREFIX + "suspicions", "Workers suspected", suspicions)
+        yield CounterMetricFamily(_PREFIX + "join_garbage", "Joins that were none", garbage)
 
 
-def _load(said: Progress, hello: Hello | None) -> Iterator[Metric]:
+def _values(view: View, permits: int) -> Iterator[Value]:
+    ledger = view.member.link.ledger if view.member else None
+    up = ledger is not None and ledger.hello is not None
+    yield "worker_up", "1 if it has joined and was not lost", float(up)
+    yield "requests_in_flight", "Sequences accepted and not ended", permits
+    yield "unknown_messages", "Messages for no known request", view.unknown
+    yield "worker_lost", "Times the worker was lost", view.lost
+    if ledger is not None and (said := ledger.progress) is not None:
+        yield from _load(said, ledger.hello)
+        yield from _speculation(said)
+        yield from _handoffs(said)
+
+
+def _load(said: Progress, hello: Hello | None) -> Iterator[Value]:
     used = said.pages - said.pages_free
-    yield _gauge("num_requests_running", "Sequences being computed", said.running)
-    yield _gauge("num_requests_waiting", "Sequences waiting", said.waiting)
+    yield "num_requests_running", "Sequences being computed", said.running
+    yield "num_requests_waiting", "Sequences waiting", said.waiting
     if said.pages:
-        yield _gauge("kv_cache_usage_perc", "Share of KV pages in use, 0 to 1", used / said.pages)
-    yield _gauge("kv_pages_free", "KV pages free", said.pages_free)
-    yield _gauge("kv_pages_cached", "KV pages kept only for reuse", said.pages_cached)
-    yield _count("engine_steps", "Steps of the engine", said.steps)
-    yield _count("prefill_tokens", "Prompt tokens computed", said.prefill_tokens)
-    yield _count("engine_busy_seconds", "Time in steps", said.busy_s)
-    yield _count("num_preemptions", "Sequences set back for want of pages", said.preempted)
-    yield _count("corrupted_requests", "Answers stopped as not trustworthy", said.suspect)
+        yield "kv_cache_usage_perc", "Share of KV pages in use, 0 to 1", used / said.pages
+    yield "kv_pages_free", "KV pages free", said.pages_free
+    yield "kv_pages_cached", "KV pages kept only for reuse", said.pages_cached
+    yield "engine_steps", "Steps of the engine", said.steps
+    yield "prefill_tokens", "Prompt tokens computed", said.prefill_tokens
+    yield "engine_busy_seconds", "Time in steps", said.busy_s
+    yield "num_preemptions", "Sequences set back for want of pages", said.preempted
+    yield "corrupted_requests", "Answers stopped as not trustworthy", said.suspect
     if hello is not None:
-        yield _gauge("context_tokens_max", "Longest sequence", hello.context_max)
+        yield "context_tokens_max", "Longest sequence", hello.context_max
 
 
-def _speculation(said: Progress) -> Iterator[Metric]:
+def _speculation(said: Progress) -> Iterator[Value]:
     spec = Spec(said.verify_steps, said.verify_steps + said.accepted, said.proposed, said.accepted)
-    yield _count("spec_decode_num_drafts", "Verify steps", spec.verify_steps)
-    yield _count("spec_decode_num_draft_tokens", "Draft tokens proposed", spec.proposed)
-    yield _count("spec_decode_num_accepted_tokens", "Draft tokens accepted", spec.accepted)
+    yield "spec_decode_num_drafts", "Verify steps", spec.verify_steps
+    yield "spec_decode_num_draft_tokens", "Draft tokens proposed", spec.proposed
+    yield "spec_decode_num_accepted_tokens", "Draft tokens accepted", spec.accepted
     if spec.proposed and spec.verify_steps:  # nothing measured: no value, never 0
-        yield _gauge("spec_accept_rate", "Accepted / proposed", spec.accepted / spec.proposed)
-        yield _gauge("spec_accept_length", "Tokens a verify step", spec.tokens / spec.verify_steps)
+        yield "spec_accept_rate", "Accepted / proposed", spec.accepted / spec.proposed
+        yield "spec_accept_length", "Tokens a verify step", spec.tokens / spec.verify_steps
 
 
-def _gauge(name: str, words: str, value: float) -> Metric:
-    return GaugeMetricFamily(_PREFIX + name, words, value=value)
-
-
-def _count(name: str, words: str, value: float) -> Metric:
-    return CounterMetricFamily(_PREFIX + name, words, value=value)
+def _handoffs(said: Progress) -> Iterator[Value]:
+    yield "handoffs", "Handoffs whose pages wait for evidence", said.handoffs
+    yield "pages_handoff", "KV pages held for such evidence alone", said.pages_handoff
+    yield "pages_quarantined", "KV pages not used again", said.pages_quarantined
+    yield "kv_bytes_sent", "Bytes of KV handed to other workers", said.kv_bytes_sent
+    yield "deadlines", "Requests cut off by the prefill deadline", said.deadlines

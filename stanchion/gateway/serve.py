@@ -1,4 +1,4 @@
-"""Runs the gateway: binds, waits for its worker, serves, and drains when told to stop.
+"""Runs the gateway: binds, waits for its workers, serves, and drains when told to stop.
 
 `run` returns when everything that was accepted has ended, or `drain_s` has passed; what it returns
 says why it stopped. The first SIGTERM, SIGINT or SIGHUP drains, a second one stops waiting.
@@ -19,58 +19,54 @@ import uvicorn
 import uvloop
 
 from stanchion.core.errors import ConfigError
-from stanchion.core.messages import Hello
 from stanchion.gateway.app import App
-from stanchion.gateway.ledger import Ledger
-from stanchion.gateway.link import Link
+from stanchion.gateway.fleet import Fleet
 from stanchion.gateway.protocol import BoundedHeaders
 from stanchion.gateway.settings import GatewaySettings
+from stanchion.gateway.supervise import Supervise
 from stanchion.gateway.tokens import Vocabulary
 
-Ending = Literal["drained", "drain_timed_out", "worker_died"]
+Ending = Literal["drained", "drain_timed_out", "workers_failed"]
 OnStarted = Callable[[str], Awaitable[None] | None]
 KEEP_ALIVE_S = 75
 CLOSE_S = 5  # for replies already written to reach their clients
-LAST_WORDS_S = 0.1  # what a worker said before its end may still be on its way here
 BACKLOG = 2048
 
 
 def run(
     settings: GatewaySettings,
-    address: str,
+    join: str,
     vocabulary: Vocabulary,
     *,
     on_started: OnStarted | None = None,
-    worker_sentinel: int | None = None,
+    supervise: Supervise | None = None,
 ) -> Ending:
-    """Blocks. `worker_sentinel` is a descriptor that becomes readable when the worker's process
-    ends (`multiprocessing.Process.sentinel`, a pidfd)."""
-    serving = serve(
-        settings, address, vocabulary, on_started=on_started, worker_sentinel=worker_sentinel
-    )
+    """Blocks. Workers join at `join` (ipc://PATH or tcp://HOST:PORT); `supervise` keeps the
+    processes of those that are ours, from before the start until after the drain."""
+    serving = serve(settings, join, vocabulary, on_started=on_started, supervise=supervise)
     return uvloop.run(serving)
 
 
 async def serve(
     settings: GatewaySettings,
-    address: str,
+    join: str,
     vocabulary: Vocabulary,
     *,
     on_started: OnStarted | None = None,
-    worker_sentinel: int | None = None,
+    supervise: Supervise | None = None,
     stopping: Stopping | None = None,
 ) -> Ending:
     """The same on a running loop. Signals are heard only where `stopping` is not given."""
     settings.check()
-    ledger = Ledger(settings.worker_silence_s, settings.stall_s)
     with _listening(settings) as (listener, url):
-        link = Link(address, ledger, settings.in_flight_max, settings.retry_after_s)
-        app = App(settings, vocabulary, link)
+        fleet = Fleet(settings, join)
+        app = App(settings, vocabulary, fleet)
         try:
-            async with link.running():
-                with _told(stopping, link, worker_sentinel) as stop:
-                    served = _Served(app, link, stop, settings.drain_s)
-                    return await served.until_stopped(listener, vocabulary, url, on_started)
+            async with fleet.running():
+                with _told(stopping, fleet) as stop:
+                    served = _Served(app, fleet, stop, settings.drain_s)
+                    async with supervise(fleet) if supervise else contextlib.nullcontext():
+                        return await served.until_stopped(listener, vocabulary, url, on_started)
         except BaseExceptionGroup as group:
             raise _only(group) from group
         finally:
@@ -88,20 +84,19 @@ class Stopping:
     """How a running gateway is told to stop: once to drain, twice to stop waiting."""
 
     def __init__(self) -> None:
-        self.drain = asyncio.Event()
-        self.now = asyncio.Event()
-        self.worker_died = False
-        self.ring: Callable[[], None] = lambda: None  # wakes whoever waits for the worker
+        self.drain = False
+        self.now = False
+        self.ring: Callable[[], None] = lambda: None  # wakes whoever waits for the workers
 
     def __call__(self) -> None:
-        (self.now if self.drain.is_set() else self.drain).set()
+        self.drain, self.now = True, self.drain
         self.ring()
 
 
 @dataclass(frozen=True)
 class _Served:
     app: App
-    link: Link
+    fleet: Fleet
     stop: Stopping
     drain_s: float
 
@@ -116,47 +111,48 @@ class _Served:
         async with asyncio.TaskGroup() as group:
             group.create_task(server.serve(sockets=[listener]))
             try:
-                hello = await self._hello()
-                if hello is not None:
-                    _fits(vocabulary, hello)
+                await self._until(lambda: self.fleet.complete or self._over())
+                if not self._over():
+                    _fits(vocabulary, self.fleet)
                     await _tell(on_started, url)
-                    await self.stop.drain.wait()
+                    await self._until(self._over)
                 in_time = await self._drain()
             finally:
                 server.should_exit = True
-        if self.stop.worker_died:
-            return "worker_died"
+        if self.fleet.failed:
+            return "workers_failed"
         return "drained" if in_time else "drain_timed_out"
 
-    async def _hello(self) -> Hello | None:
-        """Waits for the worker. None if told to stop before it came."""
-        while (hello := self.link.ledger.hello) is None and not self.stop.drain.is_set():
-            self.link.changed.clear()
-            await self.link.changed.wait()
-        return hello
+    def _over(self) -> bool:
+        return self.stop.drain or bool(self.fleet.failed)
+
+    async def _until(self, met: Callable[[], bool]) -> None:
+        while not met():
+            self.fleet.changed.clear()
+            await self.fleet.changed.wait()
 
     async def _drain(self) -> bool:
         """True if everything accepted ended by itself."""
         self.app.draining = True
-        self.link.drain()
+        self.fleet.drain()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.drain_s):
-                while self._busy() and not self.stop.now.is_set():
-                    self.link.changed.clear()
-                    await self.link.changed.wait()
-        if not self._busy():
-            return True
-        self.link.leave_all("drain")
-        return False
+                await self._until(lambda: not self._busy() or self.stop.now)
+        in_time = not self._busy()
+        if not in_time:
+            self.fleet.leave_all("drain")
+        self.fleet.drain_prefill()
+        return in_time
 
     def _busy(self) -> bool:
-        return bool(len(self.link.ledger) or self.app.open_calls)
+        return bool(len(self.fleet) or self.app.open_calls)
 
 
-def _fits(vocabulary: Vocabulary, hello: Hello) -> None:
-    if vocabulary.size > hello.vocabulary:
+def _fits(vocabulary: Vocabulary, fleet: Fleet) -> None:
+    hello = fleet.hello
+    if hello is not None and vocabulary.size > hello.vocabulary:
         raise ConfigError(
-            f"the tokenizer has {vocabulary.size} tokens, the worker's model {hello.vocabulary}"
+            f"the tokenizer has {vocabulary.size} tokens, the workers' model {hello.vocabulary}"
         )
 
 
@@ -168,36 +164,19 @@ async def _tell(on_started: OnStarted | None, url: str) -> None:
 
 
 @contextlib.contextmanager
-def _told(given: Stopping | None, link: Link, worker_sentinel: int | None) -> Iterator[Stopping]:
-    """Signals and the worker's death, turned into events of the loop."""
+def _told(given: Stopping | None, fleet: Fleet) -> Iterator[Stopping]:
+    """Signals, turned into what the loop waits for."""
     loop = asyncio.get_running_loop()
     stop = given or Stopping()
-    stop.ring = link.changed.set
-
-    def exited() -> None:
-        assert worker_sentinel is not None
-        loop.remove_reader(worker_sentinel)
-        loop.call_later(LAST_WORDS_S, died)
-
-    def died() -> None:
-        if stop.drain.is_set() and not len(link.ledger):
-            return  # a drained worker may leave
-        stop.worker_died = True
-        link.worker_died()
-        stop()
-
+    stop.ring = fleet.changed.set
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if given is None else ()
     for one in signals:
         loop.add_signal_handler(one, stop)
-    if worker_sentinel is not None:
-        loop.add_reader(worker_sentinel, exited)
     try:
         yield stop
     finally:
         for one in signals:
             loop.remove_signal_handler(one)
-        if worker_sentinel is not None:
-            loop.remove_reader(worker_sentinel)
 
 
 @contextlib.contextmanager

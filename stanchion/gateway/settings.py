@@ -8,6 +8,8 @@ from typing import Annotated
 
 from stanchion.core.errors import ConfigError
 
+_SECONDS = ("body_s", "worker_silence_s", "suspect_s", "stall_s", "drain_s", "retry_after_s")
+
 
 @dataclass(frozen=True)
 class GatewaySettings:
@@ -15,6 +17,9 @@ class GatewaySettings:
     port: Annotated[int, "port to listen on; 0 takes a free one"] = 8000
     api_keys: Annotated[tuple[str, ...], "secret, or name:secret; the name is the tenant"] = field(
         default=(), repr=False
+    )
+    peer_key: Annotated[str, "secret of the cluster's sockets; empty: none"] = field(
+        default="", repr=False
     )
     served_model_name: Annotated[str, "the model's name in the API; the worker's if empty"] = ""
     in_flight_max: Annotated[int, "sequences accepted at once; beyond is 429"] = 256
@@ -24,6 +29,7 @@ class GatewaySettings:
     chat_tokens: Annotated[int, "max_tokens of a chat that does not say"] = 4096
     generated_tokens_max: Annotated[int, "bound of choices * max_tokens"] = 4 * 2**20
     worker_silence_s: Annotated[float, "a worker silent for so long is lost"] = 10.0
+    suspect_s: Annotated[float, "a worker silent for so long is given nothing new"] = 1.5
     stall_s: Annotated[float, "running without progress for so long is not ready"] = 30.0
     drain_s: Annotated[float, "longest time that SIGTERM waits for what was accepted"] = 300.0
     retry_after_s: Annotated[float, "what a refused client is told to wait"] = 1.0
@@ -36,7 +42,7 @@ class GatewaySettings:
         for name in ("in_flight_max", "body_bytes_max", "bodies_bytes_max", "chat_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1")
-        for name in ("body_s", "worker_silence_s", "stall_s", "drain_s", "retry_after_s"):
+        for name in _SECONDS:
             if not 0 < getattr(self, name) < 10**6:
                 raise ConfigError(f"{name} must be a number of seconds above 0")
         if not 0 <= self.port <= 65535:

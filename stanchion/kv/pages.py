@@ -11,6 +11,7 @@ thousand.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +44,8 @@ class PagePool:
         self._kept: NDArray[np.bool_] = np.zeros(size, np.bool_)
         self.kept_alone = 0  # kept pages that nobody else holds
         self.generations: NDArray[np.int64] = np.zeros(size, np.int64)
+        self._quarantine: list[Pin] = []  # never dropped
+        self.on_free: Callable[[Pages], None] | None = None  # poison, where it is asked for
 
     @property
     def available(self) -> int:
@@ -76,6 +79,16 @@ class PagePool:
         self._kept[pages] = True
         self.kept_alone += self._alone(pages)
         return pin
+
+    def quarantine(self, pages: Pages, why: str) -> None:
+        """Nobody gets these pages again: what is in them cannot be trusted, or still changes."""
+        self._quarantine.append(self.regrip(pages, f"quarantine: {why}"))
+
+    @property
+    def quarantined(self) -> int:
+        if not self._quarantine:
+            return 0
+        return len(np.unique(np.concatenate([pin.pages for pin in self._quarantine])))
 
     def holders(self, page: Page) -> list[str]:
         return sorted(pin.holder for grip in self._grips if page in grip.pages for pin in grip.pins)
@@ -112,6 +125,8 @@ class PagePool:
         free = pages[self._counts[pages] == 0]
         self._kept[free] = False
         self.kept_alone += self._alone(pages)
+        if self.on_free is not None and len(free):
+            self.on_free(free)
         self._free.extend(free.tolist())
 
     def _alone(self, pages: Pages) -> int:

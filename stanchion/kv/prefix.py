@@ -126,6 +126,16 @@ class PrefixTree:
     def flush(self) -> int:
         return self.evict(len(self._nodes))
 
+    def forget(self, pages: Pages) -> int:
+        """Share these pages no more, nor what hangs below them. Return how many nodes left."""
+        bad: dict[Digest, Node] = {}
+        for node in self._nodes.values():  # parents were published before their children
+            if node.page in pages or (node.parent is not None and node.parent.key in bad):
+                bad[node.key] = node
+        for node in reversed(bad.values()):
+            self._leave(node)
+        return len(bad)
+
     def _leave(self, node: Node) -> None:
         node.pin.drop()
         del self._nodes[node.key]

@@ -8,7 +8,7 @@ has two doors, and each buffer is behind exactly one of them: `index` (indexer k
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Literal
 
@@ -68,16 +68,14 @@ class Schema:
     def digest(self) -> str:
         return blake2b(repr(self).encode(), digest_size=16).hexdigest()
 
-    def differences(self, other: Schema) -> list[str]:
-        """Name each field, and each buffer, in which the two differ."""
-        said = [
-            f"{one.name}: {getattr(self, one.name)} here, {getattr(other, one.name)} there"
-            for one in fields(self)
-            if one.name != "buffers" and getattr(self, one.name) != getattr(other, one.name)
-        ]
-        ours = {(one.layer, one.name): one for one in self.buffers}
-        theirs = {(one.layer, one.name): one for one in other.buffers}
-        for key in sorted(ours.keys() | theirs.keys()):
-            if ours.get(key) != theirs.get(key):
-                said.append(f"buffer {key[1]} of layer {key[0]}")
+    def described(self) -> dict[str, str]:
+        """Every field and every buffer, by name: what two workers of a cluster must agree on."""
+        said = {
+            "page_tokens": str(self.page_tokens),
+            "layers": str(self.layers),
+            "draft_layer": str(self.draft).lower(),
+        }
+        for one in sorted(self.buffers, key=lambda one: (one.layer, one.name)):
+            words = f"{one.width} x {one.dtype} behind the {one.door} door"
+            said[f"buffer {one.name} of layer {one.layer}"] = words
         return said

@@ -2,6 +2,8 @@
 
 Row r of a buffer is row r % page_tokens of page r // page_tokens. Page 0 is the null page: nobody
 is ever given it, and rows that must not be kept are written there.
+
+All tensors are views of one arena, laid out by `layout`: peers write into it where it is shared.
 """
 
 from __future__ import annotations
@@ -14,29 +16,38 @@ from torch import Tensor
 
 from stanchion.core.errors import Bug
 from stanchion.device.stream import Guarded, Pages, Stream, View
+from stanchion.kv.arena import Arena
+from stanchion.kv.layout import Layout
 from stanchion.kv.pages import Pin
-from stanchion.kv.schema import DOORS, Door, Schema
+from stanchion.kv.schema import DOORS, Buffer, Door, Schema
 
 Rows = Mapping[str, Tensor]
 NULL_PAGE = 0
 
 
 class Store:
-    def __init__(self, schema: Schema, pages: int) -> None:
+    def __init__(self, schema: Schema, pages: int, arena: Arena | None = None) -> None:
         self.schema = schema
         self.pages = pages
-        rows = pages * schema.page_tokens
+        self.layout = Layout.of(schema, pages)
+        self.arena = Arena.private(self.layout.total) if arena is None else arena
+        if len(self.arena.memory) < self.layout.total:
+            raise Bug(f"a pool of {self.layout.total} bytes in an arena that is smaller")
         self._guarded: dict[tuple[int, Door], Guarded[Rows]] = {}
         for layer in range(schema.layers):
             for door in DOORS:
-                tensors = {
-                    one.name: torch.zeros(rows, one.width, dtype=getattr(torch, one.dtype))
-                    for one in schema.behind(layer, door)
-                }
+                tensors = {one.name: self._rows(one) for one in schema.behind(layer, door)}
                 self._guarded[layer, door] = Guarded(f"layer {layer} {door}", tensors)
 
     def behind(self, layer: int, door: Door) -> Guarded[Rows]:
         return self._guarded[layer, door]
+
+    def _rows(self, buffer: Buffer) -> Tensor:
+        key = buffer.layer, buffer.name
+        start = self.layout.buffers[key].offset
+        memory = torch.from_numpy(self.arena.memory[start : start + self.layout.bytes_of(key)])
+        # (pool rows, width)
+        return memory.view(getattr(torch, buffer.dtype)).view(-1, buffer.width)
 
 
 class Leased:

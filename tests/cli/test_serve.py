@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
+import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import openai
 import pytest
 
+from stanchion.cli.plan import WorkerPlan, encode
 from stanchion.core.config import Config, load
 
 START_S = 60
@@ -121,9 +124,16 @@ def test_a_long_prompt_is_scored_whole(tiny: Server) -> None:
     assert one["choices"][0]["prompt_logprobs"] == [None]  # type: ignore[index]
 
 
-def test_an_engine_whose_parent_is_gone_ends(tmp_path: Path) -> None:
-    settings = msgspec.json.encode(load(Config(), "", ["model.path=hashed"])).decode()
-    command = [sys.executable, "-m", "stanchion.cli.worker", f"ipc://{tmp_path}/w", settings, "1"]
+def test_a_worker_whose_parent_is_gone_ends(tmp_path: Path) -> None:
+    plan = WorkerPlan(
+        name="both-0",
+        role="both",
+        join=f"ipc://{tmp_path}/join",
+        listen=f"ipc://{tmp_path}",
+        parent=1,
+        config=load(Config(), "", ["model.path=hashed"]),
+    )
+    command = [sys.executable, "-m", "stanchion.cli.worker", encode(plan).decode()]
     assert subprocess.run(command, timeout=60, check=False).returncode == 0
 
 
@@ -165,11 +175,9 @@ def test_sigterm_during_load_loses_nothing_that_was_accepted() -> None:
         assert server.process.wait(60) == 0
 
 
-def test_a_dead_engine_ends_its_requests_as_errors_and_the_server_with_them() -> None:
+def test_a_dead_worker_ends_its_requests_as_errors_and_another_takes_its_place() -> None:
     with serving("hashed") as server:
-        children = f"/proc/{server.process.pid}/task/{server.process.pid}/children"
-        with open(children) as listed:
-            (engine,) = map(int, listed.read().split())
+        (engine,) = children(server)
         with client(server) as speaker:
             chunks = speaker.completions.create(
                 model="hashed", prompt="x", max_tokens=100_000, stream=True,
@@ -181,7 +189,112 @@ def test_a_dead_engine_ends_its_requests_as_errors_and_the_server_with_them() ->
             with pytest.raises(openai.APIError):
                 for _ in seen:
                     pass
+            until_replaced(server, engine)
+            said = speaker.completions.create(model="hashed", prompt="x", max_tokens=5)
+            assert said.usage is not None
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+
+
+def test_a_hung_worker_is_killed_and_another_takes_its_place() -> None:
+    with serving("hashed", "--set", "cluster.silence_s=1") as server:
+        (engine,) = children(server)
+        os.kill(engine, signal.SIGSTOP)
+        descriptor = os.pidfd_open(engine)
+        try:
+            assert select.select([descriptor], [], [], 30)[0], "it was not killed"
+        finally:
+            os.close(descriptor)
+        until_replaced(server, engine)
+
+
+def test_a_worker_that_cannot_stay_alive_stops_the_server() -> None:
+    with serving("hashed", "--set", "cluster.restarts_max=0") as server:
+        os.kill(children(server)[0], signal.SIGKILL)
         assert server.process.wait(60) == 1
+
+
+def children(server: Server) -> list[int]:
+    pid = server.process.pid
+    with open(f"/proc/{pid}/task/{pid}/children") as listed:
+        return [int(word) for word in listed.read().split()]
+
+
+def until_replaced(server: Server, process: int) -> None:
+    """Until that process is gone, another one is there, and requests can be served."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        gone = process not in children(server)  # asked first: until then it may be called ready
+        said = ready(server)
+        if said["ready"] and gone:
+            return
+        assert said["ready"] or "-0" in str(said["why_not"]), said
+    raise AssertionError("never ready again")
+
+
+def ready(server: Server) -> dict[str, object]:
+    try:
+        with urllib.request.urlopen(f"{server.url}/ready", timeout=60) as reply:
+            said: dict[str, object] = json.loads(reply.read())
+    except urllib.error.HTTPError as error:
+        assert error.code == 503
+        said = json.loads(error.read())
+    return said
+
+
+def test_a_pair_serves_and_a_new_prefill_worker_takes_the_place_of_a_hung_one() -> None:
+    flags = (
+        "--prefill",
+        "1",
+        "--decode",
+        "1",
+        "--kv-check",
+        "full",
+        "--set",
+        "cluster.silence_s=1",
+    )
+    with serving("hashed", *flags) as server, serving("hashed") as alone:
+        body = {"model": "hashed", "prompt": "def main(" * 9, "max_tokens": 20, "temperature": 0}
+        expected = alone.post("/v1/completions", body)["choices"]
+        assert server.post("/v1/completions", body)["choices"] == expected
+        (prefill,) = [pid for pid in children(server) if '"prefill-0"' in command_line(pid)]
+        os.kill(prefill, signal.SIGSTOP)
+        until_replaced(server, prefill)
+        body["prompt"] = "def other(" * 9
+        expected = alone.post("/v1/completions", body)["choices"]
+        assert server.post("/v1/completions", body)["choices"] == expected
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+
+
+def command_line(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
+def test_a_worker_that_does_not_fit_is_told_each_field_in_which_it_differs(tmp_path: Path) -> None:
+    join = f"ipc://{tmp_path}/join"
+    with serving("hashed", "--both", "1", "--join", join):
+        command = [sys.executable, "-m", "stanchion.cli.main", "worker", "hashed", "--role", "both"]
+        command += ["--join", join, "--page-size", "32", "--draft-tokens", "1"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 2
+        for field in ("page_tokens: 16 here, 32 there", "draft_tokens: 3 here, 1 there"):
+            assert field in done.stderr
+
+
+def test_a_worker_that_nobody_could_reach_is_refused_at_start() -> None:
+    for arguments, message in (
+        (["--join", "tcp://10.0.0.1:5"], "--peer-key"),
+        (["--join", "tcp://10.0.0.1:5", "--peer-key", "x"], "give --listen"),
+        (["--join", "nowhere"], "--join"),
+        (["--join", "ipc:///tmp/x", "--kv-check", "some"], "kv.check"),
+    ):
+        command = [sys.executable, "-m", "stanchion.cli.main", "worker", "--role", "both"]
+        done = subprocess.run(
+            [*command, *arguments], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 2
+        assert message in done.stderr
 
 
 def test_settings_that_make_no_sense_are_refused_at_start() -> None:
@@ -190,6 +303,9 @@ def test_settings_that_make_no_sense_are_refused_at_start() -> None:
         (["--host", "0.0.0.0"], "API key"),
         (["/nowhere"], "model.path"),
         (["--set", "kv.pages=3"], "no setting kv.pages"),
+        (["--prefill", "1"], "a pair needs at least one of each"),
+        (["--join", "tcp://0.0.0.0:0"], "--peer-key"),
+        (["--join", "elsewhere"], "cluster.join"),
     ):
         command = [sys.executable, "-m", "stanchion.cli.main", "serve", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -23,7 +23,7 @@ from stanchion.sim.check import Violation, Way, check
 
 WRITES = 2
 TO_PREFILL = (h.Offer, h.Cancel)
-KINDS = [h.Offer(), h.Cancel(), h.Written(), h.Drained()]
+KINDS = [h.Offer(), h.Cancel(), h.Written(), h.Drained(), h.Lost()]
 PrefillStep = Callable[[h.Prefill, h.PrefillEvent], tuple[h.Prefill, tuple[h.Effect, ...]]]
 DecodeStep = Callable[[h.Decode, h.DecodeEvent], tuple[h.Decode, tuple[h.Effect, ...]]]
 
@@ -35,6 +35,7 @@ class Side(NamedTuple):
     decode: h.Decode | None = None  # None: not offered yet
     wire: tuple[h.Message, ...] = ()
     carried: tuple[int, ...] = ()  # writes in the transport's hands
+    stray: int | None = None  # of those, one that failed: what it sent is in a socket
     computed: int = 0  # writes, then one more for the seal
     alive: bool = True
     stopped: bool = False
@@ -53,6 +54,7 @@ class World(NamedTuple):
     repeats: int = 1
     crashes: int = 1
     stops: int = 1
+    strays: int = 0
     fault: str = ""
 
 
@@ -155,19 +157,26 @@ def _write_ways(world: World, at: int, write: int, machines: Machines) -> Iterat
     gone = side._replace(carried=tuple(one for one in side.carried if one != write))
     pages = tuple(name if part == write else who for part, who in enumerate(world.pages))
     landed = with_side(world, at, gone)._replace(pages=pages)
-    if not side.source:
+    if not side.source and write != side.stray:
         landed = landed._replace(fault=f"a write of {name} reads pages that prefill gave back")
     if not side.pinned:
         landed = landed._replace(fault=f"a write of {name} lands in pages that decode gave back")
     if side.alive and not side.stopped:
+        told = write in side.prefill.flying and not landed.fault
         yield Way(
             f"write {write} of {name} lands",
-            machines.at_prefill(landed, at, h.WriteEnded(write)) if not landed.fault else landed,
+            machines.at_prefill(landed, at, h.WriteEnded(write)) if told else landed,
         )
-        if side.prefill.phase == "cutting":
+        if side.prefill.phase == "cutting" and write in side.prefill.flying:
             cut = with_side(world, at, gone)
             event = h.WriteEnded(write, whole=False)
             yield Way(f"write {write} of {name} is cut", machines.at_prefill(cut, at, event))
+        if world.strays and write in side.prefill.flying:
+            # Its handle says that it failed; its bytes are still in a socket, and may land.
+            failed = with_side(world, at, side._replace(stray=write))._replace(strays=0)
+            event = h.WriteEnded(write, whole=False, stray=True)
+            label = f"write {write} of {name} fails"
+            yield Way(label, machines.at_prefill(failed, at, event), failure=True)
     elif not side.alive:  # the transport goes on; nobody is left to hear of it
         yield Way(f"write {write} of {name} lands late", landed)
 
@@ -221,7 +230,7 @@ CALM = World(
 )
 
 
-@pytest.mark.parametrize("failure", ["losses", "repeats", "crashes", "stops"])
+@pytest.mark.parametrize("failure", ["losses", "repeats", "crashes", "stops", "strays"])
 def test_every_order_with_one_failure_is_safe_and_ends(failure: str) -> None:
     states = visit(Machines(), CALM._replace(**{failure: 1}))
     print(states, "states")
@@ -236,8 +245,9 @@ def test_every_order_with_one_failure_is_safe_and_ends(failure: str) -> None:
         CALM._replace(losses=1, repeats=1, crashes=1, stops=1),
         World(losses=1, repeats=0, crashes=0, stops=0),
         World(losses=0, repeats=0, crashes=1, stops=1),
+        CALM._replace(losses=1, crashes=1, strays=1),
     ],
-    ids=["all failures of one", "both lose and leave", "both die or stop"],
+    ids=["all failures of one", "both lose and leave", "both die or stop", "strays too"],
 )
 def test_every_order_of_a_larger_world_is_safe_and_ends(start: World) -> None:
     states = visit(Machines(), start)
@@ -280,6 +290,14 @@ def acknowledged_when_received(
     return after, effects
 
 
+def a_failed_write_counts_as_ended(
+    state: h.Prefill, event: h.PrefillEvent
+) -> tuple[h.Prefill, tuple[h.Effect, ...]]:
+    if isinstance(event, h.WriteEnded):
+        event = replace(event, stray=False)
+    return h.prefill(state, event)
+
+
 def cancel_forgotten_before_its_offer(
     state: h.Prefill, event: h.PrefillEvent
 ) -> tuple[h.Prefill, tuple[h.Effect, ...]]:
@@ -302,11 +320,12 @@ def test_an_old_decode_is_caught(old: DecodeStep) -> None:
         (source_freed_early, "pages that prefill gave back"),
         (acknowledged_when_received, "pages that decode gave back"),
         (cancel_forgotten_before_its_offer, "pages that decode gave back"),
+        (a_failed_write_counts_as_ended, "pages that decode gave back"),
     ],
 )
 def test_an_old_prefill_is_caught(old: PrefillStep, why: str) -> None:
     with pytest.raises(Violation, match=why) as caught:
-        visit(Machines(prefill=old), CALM)
+        visit(Machines(prefill=old), CALM._replace(strays=1))
     print(caught.value)
 
 

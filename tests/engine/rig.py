@@ -67,7 +67,7 @@ def hashed_engine(
         eos_ids=(END_TOKEN,),
         failpoints=frozenset(failpoints),
         record_drafts=True,
-    )
+    ).engine
 
 
 def finish(engine: Engine, starts: list[Start]) -> dict[str, Heard]:

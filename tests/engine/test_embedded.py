@@ -44,7 +44,7 @@ def embedded(draft_tokens: int, chunk_tokens: int = 512) -> Engine:
         model_folder("tiny"), 16, draft=draft_tokens > 0, deterministic=True
     )
     limits = Limits(draft_tokens=draft_tokens, chunk_tokens=chunk_tokens)
-    return assemble(model, limits, 512, name, revision, eos, record_drafts=True)
+    return assemble(model, limits, 512, name, revision, eos, record_drafts=True).engine
 
 
 def starts(temperature: float, output: int = 60) -> list[Start]:
@@ -139,7 +139,7 @@ class BadDrafts(HashModel):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_nan_draft_is_never_accepted(temperature: float) -> None:
-    engine = assemble(BadDrafts(), Limits(draft_tokens=3), 64)
+    engine = assemble(BadDrafts(), Limits(draft_tokens=3), 64).engine
     sampling = Sampling(max_tokens=40, temperature=temperature, ignore_eos=True, seed=1)
     heard = finish(engine, [Start(request="r", tokens=[40] * 9, sampling=sampling)])["r"]
     assert isinstance(heard.ends[0].outcome, OutputSuspect)
@@ -148,7 +148,7 @@ def test_a_nan_draft_is_never_accepted(temperature: float) -> None:
 
 def test_rows_that_stop_being_ready_stop_their_request() -> None:
     """The proof is made for each verify window, not once: here a watermark falls in between."""
-    engine = assemble(HashModel(), Limits(draft_tokens=3), 64)
+    engine = assemble(HashModel(), Limits(draft_tokens=3), 64).engine
     sampling = Sampling(max_tokens=40, temperature=0.0, ignore_eos=True)
     engine.step([Start(request="r", tokens=[40] * 40, sampling=sampling)])
     engine.step([])
@@ -192,6 +192,6 @@ def test_acceptance_stays_within_its_bounds() -> None:
 
 
 def test_without_drafts_there_are_no_counters() -> None:
-    engine = assemble(HashModel(draft=False), Limits(draft_tokens=0), 64)
+    engine = assemble(HashModel(draft=False), Limits(draft_tokens=0), 64).engine
     start = Start(request="r", tokens=[40], sampling=Sampling(max_tokens=5))
     assert finish(engine, [start])["r"].ends[0].spec is None

@@ -3,7 +3,8 @@
 import pytest
 
 from stanchion.core.errors import Bug
-from stanchion.engine.loop import FAILPOINTS, Engine
+from stanchion.engine.bounds import FAILPOINTS
+from stanchion.engine.loop import Engine
 from stanchion.engine.scheduler import Limits
 from stanchion.sim.choices import seeded
 from tests.engine.rig import Storm, hashed_engine, late, storm, wrong

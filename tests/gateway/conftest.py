@@ -5,31 +5,42 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from stanchion.core.messages import Suspected
 from stanchion.gateway.serve import Stopping, serve
 from stanchion.gateway.settings import GatewaySettings
+from stanchion.gateway.supervise import Watched
 from stanchion.gateway.tokens import Vocabulary, byte_vocabulary
 
-from .worker import WAIT_S, FakeWorker
+from .worker import WAIT_S, FakeWorker, named
 
 
 class Gateway:
     """A running gateway: `url`, a client for it, and `stop` as a signal would."""
 
-    def __init__(self, address: str, vocabulary: Vocabulary, settings: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        join: str,
+        vocabulary: Vocabulary,
+        settings: dict[str, Any],
+        expected: Sequence[str] = (),
+    ) -> None:
+        self._expected = expected
         self._settings = GatewaySettings(**({"port": 0} | settings))
-        self._address = address
+        self._join = join
         self._vocabulary = vocabulary
         self._started = threading.Event()
         self.url = ""
         self.ending: str | BaseException = ""
+        self.suspected: list[Suspected] = []
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
@@ -44,11 +55,32 @@ class Gateway:
         self._stopping = Stopping()
         return await serve(
             self._settings,
-            self._address,
+            self._join,
             self._vocabulary,
             on_started=self._on_started,
             stopping=self._stopping,
+            supervise=self._supervise,
         )
+
+    @asynccontextmanager
+    async def _supervise(self, fleet: Watched) -> AsyncIterator[None]:
+        self.fleet = fleet
+        fleet.expect(self._expected)
+        fleet.on_suspected = lambda said: self.suspected.append(said)
+        yield
+
+    def within(self, act: Callable[[], None]) -> None:
+        """On the gateway's own thread."""
+        self._loop.call_soon_threadsafe(act)
+
+    def until_ready(self, ready: bool = True) -> dict[str, Any]:
+        """What /ready says once it says so, with nothing missing if it is."""
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            said: dict[str, Any] = self.client.get("/ready").json()
+            if said["ready"] is ready and not (ready and said["missing"]):
+                return said
+            assert time.monotonic() < deadline, said
 
     def _on_started(self, url: str) -> None:
         self.url = url
@@ -74,7 +106,7 @@ class Gateway:
 def running(
     worker: FakeWorker, vocabulary: Vocabulary | None = None, **settings: Any
 ) -> Iterator[Gateway]:
-    gateway = Gateway(worker.address, vocabulary or byte_vocabulary(), settings)
+    gateway = Gateway(worker.join, vocabulary or byte_vocabulary(), settings)
     gateway.start()
     try:
         with gateway.client:
@@ -82,6 +114,27 @@ def running(
     finally:
         gateway.stop()
         gateway.join()
+
+
+Workers = dict[str, FakeWorker]
+
+
+@contextmanager
+def cluster(folder: Path, *names: str, **settings: Any) -> Iterator[tuple[Gateway, Workers]]:
+    """Workers of these names, all joined, and the gateway in front of them."""
+    with ExitStack() as stack:
+        workers = {
+            name: stack.enter_context(FakeWorker(f"ipc://{folder}/{name}", named(name)))
+            for name in names
+        }
+        gateway = Gateway(f"ipc://{folder}/join", byte_vocabulary(), settings, names)
+        gateway.start()
+        try:
+            with gateway.client:
+                yield gateway, workers
+        finally:
+            gateway.stop()
+            gateway.join()
 
 
 @pytest.fixture(scope="session")

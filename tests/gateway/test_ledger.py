@@ -20,6 +20,12 @@ def ledger() -> Ledger:
     return made
 
 
+def opened(book: Ledger, now: float, ring=lambda: None) -> Ticket:
+    ticket = Ticket("r", ring)
+    book.open(ticket, now)
+    return ticket
+
+
 def progress(**changed):
     made = FakeWorker("ipc://unused")._progress()
     fields = {name: getattr(made, name) for name in made.__struct_fields__}
@@ -49,7 +55,7 @@ EVENTS = {
 @pytest.mark.parametrize("order", list(permutations(EVENTS)))
 def test_in_every_order_a_request_ends_once_and_the_table_empties(order):
     book = ledger()
-    ticket = book.open("r", lambda: None, 0.0)
+    ticket = opened(book, 0.0)
     for name in order:
         EVENTS[name](book, ticket)
     first = next(name for name in order if name != "tokens")
@@ -65,7 +71,7 @@ def test_in_every_order_a_request_ends_once_and_the_table_empties(order):
 
 def test_one_that_left_counts_until_the_worker_says_that_it_ended():
     book = ledger()
-    ticket = book.open("r", lambda: None, 0.0)
+    ticket = opened(book, 0.0)
     assert book.leave(ticket, "stop_string") and not book.leave(ticket, "client")
     assert len(book) == 1
     book.hear(Ended(request="r", outcome=Cancelled("stop_string")), 1.0)
@@ -81,14 +87,14 @@ def test_messages_for_nobody_change_nothing_and_are_counted():
 
 def test_the_same_id_twice_is_a_bug():
     book = ledger()
-    book.open("r", lambda: None, 0.0)
+    opened(book, 0.0)
     with pytest.raises(Bug):
-        book.open("r", lambda: None, 0.0)
+        opened(book, 0.0)
 
 
 def test_a_slow_reader_finds_its_messages_merged_and_none_missing():
     book, rings = ledger(), []
-    ticket = book.open("r", lambda: rings.append(1), 0.0)
+    ticket = opened(book, 0.0, lambda: rings.append(1))
     for _ in range(300):
         book.hear(tokens(7, cached=4), 1.0)
     spec = Spec(1, 2, 3, 1)
@@ -105,7 +111,7 @@ def test_a_slow_reader_finds_its_messages_merged_and_none_missing():
 
 def test_silence_is_measured_from_the_last_report_and_not_from_tokens():
     book = ledger()
-    book.open("r", lambda: None, 0.0)
+    opened(book, 0.0)
     book.hear(progress(running=1), 5.0)
     book.hear(tokens(1), 14.0)
     assert book.overdue(14.9) is None
@@ -115,7 +121,7 @@ def test_silence_is_measured_from_the_last_report_and_not_from_tokens():
 
 def test_a_worker_that_knows_of_nothing_is_overdue_only_after_a_while():
     book = ledger()
-    book.open("r", lambda: None, 0.0)
+    opened(book, 0.0)
     for second in range(1, 11):
         book.hear(progress(running=0), float(second))
         assert book.overdue(float(second)) is None
@@ -132,7 +138,7 @@ def test_ready_needs_steps_only_while_something_is_in_flight():
     for second in range(100):
         book.hear(still, float(second))
     assert book.why_not_ready(99.5) == []
-    book.open("r", lambda: None, 99.0)
+    opened(book, 99.0)
     for second in range(100, 129):
         book.hear(still, float(second))
     assert book.why_not_ready(128.9) == []

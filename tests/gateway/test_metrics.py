@@ -58,13 +58,19 @@ def test_counters_move_by_what_was_served(client: httpx.Client, worker: FakeWork
     assert moved("requests_ended_total|completed") == 1
     assert moved("time_to_first_token_seconds_count") == 1
     assert moved("e2e_request_latency_seconds_count") == 1
-    assert after["stanchion:num_requests_running"] == 0
-    assert after["stanchion:kv_cache_usage_perc"] == pytest.approx(24 / 1024)
-    assert after["stanchion:spec_decode_num_draft_tokens_total"] == 30
-    assert after["stanchion:spec_decode_num_accepted_tokens_total"] == 20
-    assert after["stanchion:spec_accept_length"] == 3.0
-    assert after["stanchion:num_preemptions_total"] == 2
-    assert after["stanchion:corrupted_requests_total"] == 1
+    assert after["stanchion:num_requests_running|both|both-0"] == 0
+    assert after["stanchion:kv_cache_usage_perc|both|both-0"] == pytest.approx(24 / 1024)
+    assert after["stanchion:spec_decode_num_draft_tokens_total|both|both-0"] == 30
+    assert after["stanchion:spec_decode_num_accepted_tokens_total|both|both-0"] == 20
+    assert after["stanchion:spec_accept_length|both|both-0"] == 3.0
+    assert after["stanchion:num_preemptions_total|both|both-0"] == 2
+    assert after["stanchion:worker_up|both|both-0"] == 1
+    assert after["stanchion:handoffs|both|both-0"] == 3
+    assert after["stanchion:pages_handoff|both|both-0"] == 4
+    assert after["stanchion:pages_quarantined|both|both-0"] == 5
+    assert after["stanchion:kv_bytes_sent_total|both|both-0"] == 6
+    assert after["stanchion:deadlines_total|both|both-0"] == 7
+    assert after["stanchion:corrupted_requests_total|both|both-0"] == 1
 
 
 def test_a_log_line_says_nothing_of_what_was_said(

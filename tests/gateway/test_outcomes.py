@@ -231,7 +231,10 @@ def test_a_silent_worker_ends_everything_in_flight_and_may_come_back(alone: Fake
         assert reply.json()["choices"][0]["text"] == "back"
         late = say(Start(request="nobody", tokens=[1], sampling=alone.starts[0].sampling), "x")
         alone.extra.append(late)
-        while "unknown_messages_total 0.0" in gateway.client.get("/metrics").text:
+        while (
+            'unknown_messages_total{role="both",worker="both-0"} 0.0'
+            in gateway.client.get("/metrics").text
+        ):
             assert time.monotonic() < deadline
 
 
@@ -259,7 +262,7 @@ def test_ready_tells_a_stall_and_health_does_not(alone: FakeWorker):
     gate = threading.Event()
     alone.plan = lambda start: [gate, say(start, "x"), end(start)]
     with running(alone, stall_s=0.3) as gateway:
-        assert gateway.client.get("/ready").json() == {"ready": True, "why_not": []}
+        assert gateway.client.get("/ready").json() == {"ready": True, "why_not": [], "missing": []}
         alone.frozen = True
         with _sent(gateway, body("/v1/completions", False)) as waiting:
             assert alone.wait_for(lambda: len(alone.starts) == 1)

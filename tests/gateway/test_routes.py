@@ -14,8 +14,8 @@ import pytest
 from stanchion.core.errors import ConfigError
 from stanchion.gateway.app import App
 from stanchion.gateway.auth import Keys
-from stanchion.gateway.ledger import Ledger
-from stanchion.gateway.link import Link
+from stanchion.gateway.fleet import Fleet
+from stanchion.gateway.ledger import Ledger, Ticket
 from stanchion.gateway.settings import GatewaySettings
 from stanchion.gateway.tokens import byte_vocabulary
 
@@ -35,9 +35,9 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[FakeWorke
 
 def routes(tmp_path: Path) -> list[tuple[str, str, str]]:
     async def table() -> list[tuple[str, str, str]]:
-        link = Link(f"ipc://{tmp_path}/none", Ledger(1, 1), 1, 1)
-        async with link.running():
-            app = App(GatewaySettings(), byte_vocabulary(), link)
+        fleet = Fleet(GatewaySettings(), f"ipc://{tmp_path}/none")
+        async with fleet.running():
+            app = App(GatewaySettings(), byte_vocabulary(), fleet)
             app.close()
             return [(route.method, route.path, route.access) for route in app.routes]
 
@@ -127,9 +127,9 @@ def test_a_websocket_is_refused_before_it_is_accepted(locked):
         async def send(message: dict) -> None:
             sent.append(message)
 
-        link = Link(locked[0].address + "x", Ledger(1, 1), 1, 1)
-        async with link.running():
-            app = App(GatewaySettings(), byte_vocabulary(), link)
+        fleet = Fleet(GatewaySettings(), locked[0].address + "x")
+        async with fleet.running():
+            app = App(GatewaySettings(), byte_vocabulary(), fleet)
             await app({"type": "websocket", "path": "/health"}, receive, send)
             app.close()
 
@@ -202,5 +202,7 @@ def test_a_client_id_is_cut_and_cleaned(client: httpx.Client, worker: FakeWorker
 
 def test_an_id_that_is_a_prefix_of_another_is_not_the_other():
     ledger = Ledger(1, 1)
-    longer, shorter = (ledger.open(name, threading.Event().set, 0.0) for name in ("abc", "ab"))
+    longer, shorter = (Ticket(name, threading.Event().set) for name in ("abc", "ab"))
+    ledger.open(longer, 0.0)
+    ledger.open(shorter, 0.0)
     assert ledger.leave(shorter, "client") and not longer.closed

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -20,7 +18,7 @@ import msgspec
 import pytest
 
 from stanchion.core.errors import ConfigError, Overloaded
-from stanchion.core.messages import PromptScores, Start, TopToken
+from stanchion.core.messages import PromptScores, Start, Suspected, TopToken
 from stanchion.gateway.serve import Stopping, run, serve
 from stanchion.gateway.settings import GatewaySettings
 from stanchion.gateway.tokens import SMALL_TEXT_CHARACTERS, byte_vocabulary
@@ -30,29 +28,30 @@ from .conftest import Gateway, running
 from .worker import HELLO, WAIT_S, FakeWorker, Plan, end, say
 
 PROGRAM = """
-import os, subprocess, sys
+import contextlib, subprocess, sys
 from stanchion.gateway.serve import run
 from stanchion.gateway.settings import GatewaySettings
 from stanchion.gateway.tokens import byte_vocabulary
-child = subprocess.Popen(["sleep", "60"])
-print(child.pid, flush=True)
-sentinel = os.pidfd_open(child.pid)
-ending = run(GatewaySettings(port=0), sys.argv[1], byte_vocabulary(),
-             on_started=lambda url: print(url, flush=True), worker_sentinel=sentinel)
+
+@contextlib.asynccontextmanager
+async def supervise(fleet):
+    fleet.expect(["both-0"])
+    fleet.on_suspected = lambda said: fleet.give_up(said.why)
+    yield
+
+ending = run(GatewaySettings(port=0), sys.argv[1], byte_vocabulary(), supervise=supervise,
+             on_started=lambda url: print(url, flush=True))
 print(ending, flush=True)
-child.kill()
-child.wait()
 """
 
 
 @contextmanager
-def process(worker: FakeWorker) -> Iterator[tuple[subprocess.Popen, int, str]]:
-    """A gateway of its own process, the id of the process it takes for its worker, its URL."""
-    command = [sys.executable, "-c", PROGRAM, worker.address]
+def process(worker: FakeWorker) -> Iterator[tuple[subprocess.Popen, str]]:
+    """A gateway of its own process, and its URL."""
+    command = [sys.executable, "-c", PROGRAM, worker.join]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as gateway:
         try:
-            child = int(gateway.stdout.readline())
-            yield gateway, child, gateway.stdout.readline().strip()
+            yield gateway, gateway.stdout.readline().strip()
         finally:
             gateway.kill()
 
@@ -60,7 +59,7 @@ def process(worker: FakeWorker) -> Iterator[tuple[subprocess.Popen, int, str]]:
 def test_sigterm_drains_and_what_was_accepted_ends_well(alone: FakeWorker):
     gate = threading.Event()
     alone.plan = lambda start: [gate, say(start, "whole"), end(start)]
-    with process(alone) as (gateway, _, url), ThreadPoolExecutor(1) as threads:
+    with process(alone) as (gateway, url), ThreadPoolExecutor(1) as threads:
         reply = threads.submit(_ask, url)
         assert alone.wait_for(lambda: len(alone.starts) == 1)
         gateway.terminate()
@@ -71,15 +70,19 @@ def test_sigterm_drains_and_what_was_accepted_ends_well(alone: FakeWorker):
         assert gateway.wait(WAIT_S) == 0
 
 
-def test_the_death_of_the_worker_ends_what_it_held_and_the_gateway(alone: FakeWorker):
-    alone.plan = lambda start: [threading.Event()]
-    with process(alone) as (gateway, child, url), ThreadPoolExecutor(1) as threads:
+def test_when_there_will_be_no_more_workers_what_is_accepted_ends_and_then_the_gateway(
+    alone: FakeWorker,
+):
+    gate = threading.Event()
+    alone.plan = lambda start: [gate, say(start, "whole"), end(start)]
+    with process(alone) as (gateway, url), ThreadPoolExecutor(1) as threads:
         reply = threads.submit(_ask, url)
         assert alone.wait_for(lambda: len(alone.starts) == 1)
-        os.kill(child, signal.SIGKILL)
-        answer = reply.result(WAIT_S)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "worker_lost")
-        assert gateway.stdout.readline().strip() == "worker_died"
+        alone.extra.append(Suspected("both-0", 1, "no hope"))
+        assert alone.wait_for(lambda: alone.drains == 1)
+        gate.set()
+        assert reply.result(WAIT_S).json()["choices"][0]["text"] == "whole"
+        assert gateway.stdout.readline().strip() == "workers_failed"
 
 
 def _ask(url: str) -> httpx.Response:
@@ -94,7 +97,7 @@ def _ask(url: str) -> httpx.Response:
 def test_a_tokenizer_that_the_model_cannot_hold_is_a_config_error(tmp_path: Path):
     small = msgspec.structs.replace(HELLO, vocabulary=200)
     with FakeWorker(f"ipc://{tmp_path}/worker", hello=small) as worker:
-        gateway = Gateway(worker.address, byte_vocabulary(), {})
+        gateway = Gateway(worker.join, byte_vocabulary(), {})
         with pytest.raises(AssertionError):
             gateway.start()
         ending = gateway.join()

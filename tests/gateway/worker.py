@@ -10,9 +10,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import zmq
 
 from stanchion.core.messages import (
@@ -22,25 +24,39 @@ from stanchion.core.messages import (
     Ended,
     Greet,
     Hello,
+    Join,
     Progress,
+    Refused,
+    Role,
     Spec,
     Start,
     Tokens,
     TopToken,
+    Welcome,
+    decode_join_reply,
     decode_to_worker,
     encode,
 )
 from stanchion.core.outcome import Cancelled, Completed
+from stanchion.core.peerkey import connect_with, serve_with
 
 EOS = 256
 VOCABULARY = 272
 POLL_MS = 2
 PROGRESS_S = 0.1
+JOIN_S = 0.1  # until it is answered; then every two seconds, as real ones do
+JOIN_AGAIN_S = 2.0
 WAIT_S = 10.0
 
 LENGTH = Completed("length")
 Plan = Sequence[Any]
 HELLO = Hello(
+    name="both-0",
+    role="both",
+    incarnation=1,
+    pid=0,
+    peer_address="",
+    identity={"model": "hashed", "revision": "1", "schema": "s"},
     model="hashed",
     revision="1",
     schema="s",
@@ -82,10 +98,22 @@ def answer(text: str, batch: int = 1, **more: Any) -> Callable[[Start], Plan]:
 SPEC = Spec(verify_steps=4, tokens=10, proposed=12, accepted=6)
 
 
+def named(name: str, incarnation: int = 1, **changed: Any) -> Hello:
+    """The Hello of a worker whose role is in its name: "prefill-1"."""
+    role: Role = name.split("-")[0]  # type: ignore[assignment]
+    peer = f"ipc:///nowhere/{name}" if role == "prefill" else ""
+    changes = {"name": name, "role": role, "incarnation": incarnation, "peer_address": peer}
+    return msgspec.structs.replace(HELLO, **changes | changed)
+
+
 @dataclass
 class FakeWorker:
+    """`address` is where it listens; `join` is where it joins: beside it, unless told."""
+
     address: str
     hello: Hello = HELLO
+    join: str = ""
+    key: str = ""
     plan: Callable[[Start], Plan] = field(default_factory=lambda: answer("Hello there"))
     starts: list[Start] = field(default_factory=list)
     aborts: list[Abort] = field(default_factory=list)
@@ -96,11 +124,17 @@ class FakeWorker:
     forgets: bool = False  # says that it holds nothing
     extra: deque[Any] = field(default_factory=deque)  # messages to say out of turn
 
+    joins_as: Hello | None = None  # who it says it is when it joins, if that is not `hello`
+    hung: bool = False  # hears and says nothing at all
+    joins: list[Welcome | Refused] = field(default_factory=list)
+
     def __post_init__(self) -> None:
+        self.join = self.join or self.address.rpartition("/")[0] + "/join"
         self._running: dict[str, deque[Any]] = {}
         self._stop = threading.Event()
         self._heard = threading.Condition()
         self._steps = 0
+        self._join_due = 0.0
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> FakeWorker:
@@ -127,12 +161,25 @@ class FakeWorker:
     # ---- the thread -------------------------------------------------------------------------
 
     def _run(self) -> None:
-        with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-            socket.set(zmq.LINGER, 0)
-            socket.set(zmq.SNDHWM, 0)
+        with (
+            zmq.Context() as context,
+            context.socket(zmq.ROUTER) as socket,
+            context.socket(zmq.DEALER) as joining,
+        ):
+            for one in (socket, joining):
+                one.set(zmq.LINGER, 0)
+                one.set(zmq.SNDHWM, 0)
+            serve_with(socket, self.key)
             socket.bind(self.address)
+            joining.set(zmq.RECONNECT_IVL, 20)
+            connect_with(joining, self.key)
+            joining.connect(self.join)
             peer, due = b"", 0.0
             while not self._stop.is_set():
+                if self.hung:
+                    self._stop.wait(POLL_MS / 1000)
+                    continue
+                self._keep_joining(joining)
                 while socket.poll(POLL_MS):
                     peer, frame = socket.recv_multipart()
                     self._hear(decode_to_worker(frame), lambda m, p=peer: self._to(socket, p, m))
@@ -142,6 +189,16 @@ class FakeWorker:
                     if not self.silent and time.monotonic() > due:
                         due = time.monotonic() + PROGRESS_S
                         self._to(socket, peer, self._progress())
+
+    def _keep_joining(self, joining: Any) -> None:
+        while joining.poll(0):
+            with self._heard:
+                self.joins.append(decode_join_reply(joining.recv()))
+                self._heard.notify_all()
+        if time.monotonic() >= self._join_due:
+            with suppress(zmq.Again):  # nobody is there yet, or nobody with our key
+                joining.send(encode(Join(self.address, self.joins_as or self.hello)), zmq.NOBLOCK)
+            self._join_due = time.monotonic() + (JOIN_AGAIN_S if self.joins else JOIN_S)
 
     @staticmethod
     def _to(socket: Any, peer: bytes, message: Any) -> None:
@@ -203,4 +260,9 @@ class FakeWorker:
             proposed=30,
             accepted=20,
             busy_s=1.5,
+            handoffs=3,
+            pages_handoff=4,
+            pages_quarantined=5,
+            kv_bytes_sent=6,
+            deadlines=7,
         )

@@ -3,6 +3,7 @@ import pytest
 
 from stanchion.core.errors import Bug
 from stanchion.core.identity import CacheIdentity, chain
+from stanchion.core.messages import differences
 from stanchion.kv.pages import PagePool, Pin
 from stanchion.kv.prefix import PrefixTree, Tokens
 from stanchion.kv.ready import Ready
@@ -203,10 +204,14 @@ def schema(index_dtype: str = "float32", draft: bool = True) -> Schema:
 def test_unequal_schemas_name_what_differs() -> None:
     assert schema().digest() == schema().digest()
     assert schema().digest() != schema("bfloat16").digest()
-    said = schema().differences(schema("bfloat16", draft=False))
-    assert "layers: 3 here, 2 there" in said
-    assert "buffer index_key of layer 0" in said and "buffer latent_rope of layer 2" in said
-    assert schema().differences(schema()) == []
+    said = differences(schema().described(), schema("bfloat16", draft=False).described())
+    assert "layers: 3 here, 2 there" in said and "draft_layer: true here, false there" in said
+    theirs = "8 x bfloat16 behind the index door"
+    ours = "8 x float32 behind the index door"
+    assert f"buffer index_key of layer 0: {ours} here, {theirs} there" in said
+    lacking = "buffer latent_rope of layer 2: 8 x float32 behind the attend door here, absent there"
+    assert lacking in said
+    assert differences(schema().described(), schema().described()) == []
 
 
 def test_a_schema_knows_its_bytes_and_its_doors() -> None:

@@ -60,7 +60,7 @@ class Ours:
             setattr(model, one, self._timed(getattr(model, one)))
         limits = Limits(draft_tokens=self.draft_tokens)
         pages = pages_that_fit(model.schema, KV_GIB)
-        self.engine = assemble(model, limits, pages, name, revision, eos)
+        self.engine = assemble(model, limits, pages, name, revision, eos).engine
 
     def start(
         self, prompt: list[int], output: int, temperature: float = 0.0, salt: str = ""

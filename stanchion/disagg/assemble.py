@@ -1,0 +1,202 @@
+"""Put a worker's side together: an engine, and what its role adds to it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from stanchion.core.errors import ConfigError
+from stanchion.core.messages import Role
+from stanchion.disagg.check import Check, Mode
+from stanchion.disagg.decode import FAILPOINTS, DecodeSide
+from stanchion.disagg.peer import Target, Times
+from stanchion.disagg.prefill import PrefillSide
+from stanchion.disagg.worker import UnifiedSide
+from stanchion.engine.assemble import Parts
+from stanchion.engine.bounds import FAILPOINTS as ENGINE_FAILPOINTS
+from stanchion.kv.arena import Arena
+from stanchion.kv.digest import page_digests
+from stanchion.kv.layout import Layout
+from stanchion.kv.schema import Schema
+from stanchion.kv.transfer.sender import Sender
+from stanchion.kv.transfer.shm import shm_invitation, shm_transfer
+from stanchion.kv.transfer.words import Invitation, Transfer, Write, WriteEnded
+
+if TYPE_CHECKING:
+    from stanchion.kv.transfer.nixl import NixlTarget
+
+SESSION_BITS = 62  # msgpack's integers are of 64 bits, signed or not
+
+
+@dataclass(frozen=True)
+class Post:
+    """A worker's place in its cluster."""
+
+    role: Role
+    name: str
+    incarnation: int
+    identity: dict[str, str]
+    times: Times
+    check: Mode = "off"
+    transport: str = "shm"
+    slow_transfer_ms: float = 0.0
+    failpoints: frozenset[str] = frozenset()
+
+
+@dataclass
+class TransferLane:
+    """A transfer, and the doors of our own pages in front of it."""
+
+    transfer: Transfer
+    sender: Sender
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.transfer.bytes_sent
+
+    def connect(self, peer: int, invitation: Invitation) -> None:
+        self.transfer.connect(peer, invitation)
+
+    def disconnect(self, peer: int) -> None:
+        self.transfer.disconnect(peer)
+
+    def send(self, write: Write) -> None:
+        self.sender.send(write)
+
+    def cut(self, numbers: Sequence[int]) -> None:
+        self.transfer.cut(numbers)
+
+    def poll(self) -> list[WriteEnded]:
+        return self.transfer.poll()
+
+
+@dataclass(frozen=True)
+class ShmPool:
+    """Our pool in shared memory. A peer has it mapped: only the end of its process is a fence."""
+
+    arena: Arena
+    layout: Layout
+
+    def invitation(self, peer: int) -> Invitation:
+        return shm_invitation(self.arena, self.layout)
+
+    def fence(self, peer: int, ended: bool) -> bool:
+        return ended
+
+
+@dataclass
+class NixlPool:
+    """Our pool behind an agent a peer. To destroy the agent is the fence, and the only one: over
+    TCP bytes arrive after their sender's end (docs/nixl-fence.md). Where that is not shown to
+    work, a peer that was once cut off stays without evidence."""
+
+    target: NixlTarget
+    invited: dict[int, None] = field(default_factory=dict)
+    unproven: dict[int, None] = field(default_factory=dict)
+
+    def invitation(self, peer: int) -> Invitation:
+        self.invited[peer] = None
+        return self.target.invitation(peer)
+
+    def fence(self, peer: int, ended: bool) -> bool:
+        if peer in self.invited:
+            del self.invited[peer]
+            if not self.target.fence(peer):
+                self.unproven[peer] = None
+        return peer not in self.unproven
+
+
+def arena_for(role: Role, schema: Schema, pages: int) -> Arena:
+    """A decode worker's pool is open to its peers; the others' are their own."""
+    size = Layout.of(schema, pages).total
+    return Arena.shared(size) if role == "decode" else Arena.private(size)
+
+
+def split_failpoints(named: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
+    """(the engine's, the handoff's). Raise ConfigError for one that does not exist."""
+    known = ENGINE_FAILPOINTS.keys() | FAILPOINTS.keys()
+    if unknown := sorted(named - known):
+        raise ConfigError(f"no failpoint {unknown[0]}; there are: {', '.join(sorted(known))}")
+    return named & ENGINE_FAILPOINTS.keys(), named & FAILPOINTS.keys()
+
+
+def unified_side(parts: Parts) -> UnifiedSide:
+    return UnifiedSide(parts.engine)
+
+
+def prefill_side(parts: Parts, post: Post) -> tuple[PrefillSide, int]:
+    """The side, and the descriptor that is readable when a write has ended."""
+    transfer = _transfer(parts, post)
+    side = PrefillSide(
+        engine=parts.engine,
+        identity=post.identity,
+        incarnation=post.incarnation,
+        pid=os.getpid(),
+        host=host(),
+        lane=TransferLane(transfer, Sender(parts.store, transfer)),
+        check=_check(parts, post),
+        silence_s=post.times.silence_s,
+        draw=partial(secrets.randbits, SESSION_BITS),
+    )
+    parts.runner.on_rows = side.rows_ready
+    return side, transfer.fileno()
+
+
+def decode_side(parts: Parts, post: Post, watch: Callable[[int, int], None]) -> DecodeSide:
+    return DecodeSide(
+        engine=parts.engine,
+        name=post.name,
+        identity=post.identity,
+        incarnation=post.incarnation,
+        host=host(),
+        target=_target(parts, post),
+        check=_check(parts, post),
+        times=post.times,
+        watch=watch,
+        failpoints=post.failpoints,
+    )
+
+
+def incarnation() -> int:
+    return secrets.randbits(SESSION_BITS)
+
+
+def host() -> str:
+    """This machine since it started, and this process's space of process ids."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def _transfer(parts: Parts, post: Post) -> Transfer:
+    store = parts.store
+    if post.transport == "nixl":
+        from stanchion.kv.transfer.nixl import nixl_transfer  # an extra: not everywhere installed
+
+        return nixl_transfer(store.arena, store.layout, post.slow_transfer_ms)
+    return shm_transfer(store.arena, store.layout, post.slow_transfer_ms)
+
+
+def _target(parts: Parts, post: Post) -> Target:
+    store = parts.store
+    if post.transport == "nixl":
+        from stanchion.kv.transfer.nixl import NixlTarget
+
+        return NixlPool(NixlTarget(store.arena, store.layout))
+    return ShmPool(store.arena, store.layout)
+
+
+def _check(parts: Parts, post: Post) -> Check:
+    schema = parts.store.schema
+    if post.check == "off":
+        return Check("off", schema)
+    digests_of = partial(page_digests, parts.store, parts.stream)
+    nothing = np.zeros(1, np.int32)
+    digests_of(0, nothing, nothing)  # compiled before the first request
+    return Check(post.check, schema, digests_of)

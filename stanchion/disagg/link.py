@@ -1,0 +1,148 @@
+"""The wires between decode and prefill workers: ZeroMQ, one socket a pair, frames of `words`.
+
+What does not parse is dropped with a line in the log, and what cannot be sent is dropped as well:
+the protocol asks again. No frame is trusted with more than its bounds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from stanchion.disagg.decode import DecodeSide
+from stanchion.disagg.prefill import PrefillSide
+from stanchion.disagg.words import decode_from_decode, decode_from_prefill, encode
+from stanchion.kv.transfer.fence import Watch
+
+log = logging.getLogger(__name__)
+
+HEARD_MAX = 256  # frames taken from one socket at a time
+QUEUE_MAX = 4096  # frames waiting to be sent to one peer; what is over is lost, and asked for again
+FRAME_BYTES_MAX = 64 * 2**20
+Socket = zmq.Socket[bytes]
+Secure = Callable[[Socket], None]
+
+
+class Link(Protocol):
+    """A worker's wire to its peers."""
+
+    def register(self, poller: zmq.Poller) -> None: ...
+    def hear(self, now: float) -> None: ...
+    def say(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass
+class PrefillLink:
+    """Prefill is bound, and answers whoever asks. `bell` is readable when a write has ended."""
+
+    side: PrefillSide
+    socket: Socket
+    bell: int
+
+    def register(self, poller: zmq.Poller) -> None:
+        poller.register(self.socket, zmq.POLLIN)
+        poller.register(self.bell, zmq.POLLIN)
+
+    def hear(self, now: float) -> None:
+        for _ in range(HEARD_MAX):
+            try:
+                parts = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(parts) != 2:
+                log.error("a message of %d frames from a decode worker: dropped", len(parts))
+                continue
+            address, frame = parts
+            try:
+                word = decode_from_decode(frame)
+            except (msgspec.MsgspecError, RecursionError) as error:
+                log.error("a decode worker's %d bytes do not parse: %s", len(frame), error)
+                continue
+            self.side.hear(word, address, now)
+
+    def say(self) -> None:
+        out, self.side.out = self.side.out, []
+        for address, word in out:
+            self.socket.send_multipart((address, encode(word)))
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+@dataclass
+class DecodeLink:
+    """Decode connects to each prefill worker that a gateway names, and watches its process."""
+
+    side: DecodeSide
+    context: zmq.Context[Socket]
+    secure: Secure
+    _sockets: dict[int, Socket] = field(default_factory=dict)  # by incarnation
+    _watches: dict[int, Watch] = field(default_factory=dict)
+
+    def watch(self, incarnation: int, pid: int) -> None:
+        if incarnation not in self._watches:
+            self._watches[incarnation] = Watch(pid)
+
+    def register(self, poller: zmq.Poller) -> None:
+        for socket in self._sockets.values():
+            poller.register(socket, zmq.POLLIN)
+        for watch in self._watches.values():
+            poller.register(watch, zmq.POLLIN)
+
+    def hear(self, now: float) -> None:
+        for incarnation, socket in self._sockets.items():
+            self._hear(incarnation, socket, now)
+        for incarnation, watch in self._watches.items():
+            if watch.ended():
+                self.side.peer_ended(incarnation)
+        for gone in [one for one in self._sockets if one not in self.side.peers]:
+            self._sockets.pop(gone).close()
+            if (known := self._watches.pop(gone, None)) is not None:
+                known.close()
+
+    def _hear(self, incarnation: int, socket: Socket, now: float) -> None:
+        for _ in range(HEARD_MAX):
+            try:
+                frame = socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                word = decode_from_prefill(frame)
+            except (msgspec.MsgspecError, RecursionError) as error:
+                log.error("a prefill worker's %d bytes do not parse: %s", len(frame), error)
+                continue
+            peer = self.side.peers.get(incarnation)
+            if peer is not None:
+                self.side.hear(peer, word, now)
+
+    def say(self) -> None:
+        out, self.side.out = self.side.out, []
+        for partner, word in out:
+            socket = self._sockets.get(partner.incarnation)
+            if socket is None:
+                socket = self._sockets[partner.incarnation] = self._connect(partner.address)
+            try:
+                socket.send(encode(word), zmq.NOBLOCK)
+            except zmq.Again:
+                log.warning("%s takes no more frames: one is lost", partner.name)
+
+    def _connect(self, address: str) -> Socket:
+        socket = self.context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.SNDHWM, QUEUE_MAX)
+        socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
+        socket.setsockopt(zmq.LINGER, 0)
+        self.secure(socket)
+        socket.connect(address)
+        return socket
+
+    def close(self) -> None:
+        for socket in self._sockets.values():
+            socket.close()
+        for watch in self._watches.values():
+            watch.close()

@@ -1,0 +1,61 @@
+"""What a worker can serve at all, what it refuses, and where an answer stops. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stanchion.core.messages import Start
+from stanchion.core.outcome import Completed, Outcome, Overloaded, Rejected
+from stanchion.engine.request import Request
+from stanchion.engine.scheduler import Limits
+
+FAILPOINTS = {
+    "flight_without_pin": "a flight relies on its requests' pins: they may end while it is out",
+    "hit_without_pin": "a prefix hit takes no pin: eviction may give its pages away",
+    "publish_before_complete": "a prompt's pages are shared before they are computed",
+    "watermark_not_lowered": "rows of rejected drafts keep counting as ready",
+}
+
+
+@dataclass(frozen=True)
+class Served:
+    """What is served: the part of a CacheIdentity that the worker knows, and the model's bounds."""
+
+    model: str
+    revision: str
+    schema: str
+    vocabulary: int
+    context_max: int
+    eos_ids: tuple[int, ...]
+
+
+def refusal(
+    start: Start, served: Served, capacity_tokens: int, waiting: int, limits: Limits
+) -> Outcome | None:
+    """Why this request cannot be taken, or None."""
+    if waiting >= limits.waiting_max:
+        return Overloaded(f"{waiting} requests are waiting already", 1.0)
+    length, most = len(start.tokens), start.sampling.max_tokens
+    room = min(served.context_max, capacity_tokens)
+    if length + most > room:
+        said = f"{length} prompt tokens and {most} new ones are over the {room} that fit here"
+        return Rejected("max_tokens" if length < room else "prompt", said)
+    vocabulary = served.vocabulary
+    if max(start.tokens) >= vocabulary:
+        return Rejected("prompt", f"a token id is not below the vocabulary, {vocabulary}")
+    named = (*start.sampling.stop_ids, *(token for token, _ in start.sampling.logit_bias))
+    if named and max(named) >= vocabulary:
+        field_name = "stop_ids" if max(start.sampling.stop_ids, default=0) >= vocabulary else ""
+        return Rejected(field_name or "logit_bias", f"a token id is not below {vocabulary}")
+    return None
+
+
+def cut(request: Request, tokens: list[int]) -> tuple[int, Outcome | None]:
+    """How many of the new tokens count, and whether they end the request."""
+    for at, token in enumerate(tokens):
+        generated = request.generated + at + 1
+        if token in request.ends and generated > request.sampling.min_tokens:
+            return at + 1, Completed("stop")
+        if generated == request.sampling.max_tokens:
+            return at + 1, Completed("length")
+    return len(tokens), None
