@@ -6,7 +6,9 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import fields, replace
 
+from stanchion.cli.plan import Asked
 from stanchion.cli.settings import read_config
 from stanchion.core.config import Config, check, describe
 from stanchion.core.errors import ConfigError, ServeError
@@ -32,6 +34,16 @@ Run one worker for a gateway that was started elsewhere, with `stanchion serve -
 All workers of a cluster must agree on the model and on how its KV is laid out; one that does not
 is refused, and told what differs. `--listen` is this machine's address, as the others reach it.
 """
+VERIFY = """\
+Run the hash model over the topology that you would serve with, under a storm of requests, aborts
+and deadlines, and compare every answer with the same request alone. Memtest for the KV path.
+
+  stanchion verify --prefill 2 --decode 1 --minutes 5
+  stanchion verify --prefill 1 --decode 1 --transport nixl --requests 10000 --kills 20 --stops 20
+  stanchion verify --prefill 2 --decode 1 --prefill-deadline 0.3 --failpoint release_before_drained
+
+Exit code 0: all was right; 1: a wrong answer, or a page left over; 2: it could not be run.
+"""
 Flags = dict[str, str]  # flag -> setting
 WORKER_FLAGS: Flags = {
     "kv-memory": "kv.memory_gib",
@@ -44,15 +56,18 @@ WORKER_FLAGS: Flags = {
     "transport": "cluster.transport",
     "prefill-deadline": "cluster.prefill_deadline_s",
 }
+VERIFY_FLAGS: Flags = {
+    "prefill": "cluster.prefill",
+    "decode": "cluster.decode",
+    "both": "cluster.both",
+    **WORKER_FLAGS,
+}
 SERVE_FLAGS: Flags = {
     "host": "gateway.host",
     "port": "gateway.port",
     "served-model-name": "gateway.served_model_name",
-    "prefill": "cluster.prefill",
-    "decode": "cluster.decode",
-    "both": "cluster.both",
     "join": "cluster.join",
-    **WORKER_FLAGS,
+    **VERIFY_FLAGS,
 }
 
 
@@ -87,6 +102,13 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _worker(worker)
+    verify = commands.add_parser(
+        "verify",
+        help="is every answer right under load, here?",
+        description=VERIFY,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _verify(verify)
     _chat(commands.add_parser("chat", help="talk to a server in the terminal"))
     _bench(commands.add_parser("bench", help="measure, side by side with what it replaces"))
     settings = commands.add_parser("settings", help="list every setting, its default and meaning")
@@ -106,9 +128,13 @@ def _serve(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_run_serve)
 
 
-def _model(command: argparse.ArgumentParser, flags: Flags) -> None:
+def _model(
+    command: argparse.ArgumentParser,
+    flags: Flags,
+    model: str = "tiny (default), hashed, or a folder",
+) -> None:
     """What gateway and workers are told alike."""
-    command.add_argument("model", nargs="?", help="tiny (default), hashed, or a folder")
+    command.add_argument("model", nargs="?", help=model)
     settings = {name: (default, text) for name, default, text in describe(Config())}
     for flag, name in flags.items():
         default, text = settings[name]
@@ -186,6 +212,38 @@ def _run_worker(arguments: argparse.Namespace) -> int:
     return run(plan, key)
 
 
+def _verify(command: argparse.ArgumentParser) -> None:
+    _model(command, VERIFY_FLAGS, "the hash model: it may be left out")
+    plain = Asked()
+    command.add_argument("--requests", type=int, help="stop after so many (default: 2000)")
+    command.add_argument("--minutes", type=float, help="stop after so long")
+    command.add_argument("--seed", type=int, default=plain.seed, help="of traffic and troubles")
+    command.add_argument("--context", type=int, default=plain.context, help="tokens, at most")
+    command.add_argument("--concurrency", type=int, default=plain.concurrency)
+    command.add_argument("--variety", type=int, default=plain.variety, help="different requests")
+    command.add_argument(
+        "--abort-one-in", type=int, default=plain.abort_one_in, help="clients that leave; 0: none"
+    )
+    command.add_argument("--kills", type=int, default=0, help="SIGKILLs at random")
+    command.add_argument("--stops", type=int, default=0, help="SIGSTOPs at random")
+    command.add_argument(
+        "--failpoint", action="append", default=[], metavar="NAME", help="bring a fault back"
+    )
+    command.add_argument("--json", metavar="FILE", help="write all counts, and wrong answers whole")
+    command.set_defaults(run=_run_verify)
+
+
+def _run_verify(arguments: argparse.Namespace) -> int:
+    config = _config(arguments, VERIFY_FLAGS)
+    names = ",".join(filter(None, [config.lab.failpoints, *arguments.failpoint]))
+    config = replace(config, lab=replace(config.lab, failpoints=names))
+    check(config)
+    from stanchion.cli.verify import verify  # needs torch
+
+    shared = {one.name: getattr(arguments, one.name) for one in fields(Asked)}
+    return verify(config, Asked(**shared), arguments.json)
+
+
 def _chat(command: argparse.ArgumentParser) -> None:
     command.add_argument("--url", default="http://127.0.0.1:8000", help="where the server is")
     command.add_argument("--model", help="the model's name (default: the first one served)")
@@ -210,7 +268,7 @@ def _run_chat(arguments: argparse.Namespace) -> int:
 
 
 def _bench(command: argparse.ArgumentParser) -> None:
-    command.add_argument("name", choices=["engine"], help="which benchmark")
+    command.add_argument("name", choices=["engine", "handoff"], help="which benchmark")
     command.add_argument("--quick", action="store_true", help="smaller and shorter: minutes")
     command.add_argument("--json", metavar="FILE", help="write machine, versions and raw runs")
     command.add_argument("--only", metavar="MEASURE", help="just this measure")
@@ -220,7 +278,7 @@ def _bench(command: argparse.ArgumentParser) -> None:
 def _run_bench(arguments: argparse.Namespace) -> int:
     from stanchion.cli.bench.command import run
 
-    return run(arguments.quick, arguments.json, arguments.only)
+    return run(arguments.name, arguments.quick, arguments.json, arguments.only)
 
 
 def _run_settings(arguments: argparse.Namespace) -> int:

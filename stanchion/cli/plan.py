@@ -1,6 +1,9 @@
-"""What a worker process is told at its start. No torch here: whoever starts workers has none."""
+"""What a worker process, and what a verification, is told at its start. No torch here: whoever
+starts workers has none."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import msgspec
 from msgspec import Struct
@@ -20,6 +23,21 @@ class WorkerPlan(Struct, frozen=True, kw_only=True):
     listen: str
     parent: int
     config: Config
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What `stanchion verify` runs. `requests` or `minutes` ends it, whichever comes first."""
+
+    seed: int = 1
+    requests: int | None = None
+    minutes: float | None = None
+    context: int = 2048
+    variety: int = 2000
+    concurrency: int = 48
+    abort_one_in: int = 8
+    kills: int = 0
+    stops: int = 0
 
 
 encode = msgspec.json.encode

@@ -29,11 +29,16 @@ Pages = NDArray[np.int32]
 
 
 class Queue(Protocol):
-    """What a device offers: an ordered queue of work. CPU threads, CUDA and the simulator do."""
+    """What a device offers: a queue of work. CPU threads, CUDA, transfers and the simulator do."""
 
     def mark(self) -> Mark: ...
-    def wait(self, other: Queue, mark: Mark) -> None: ...
-    def passed(self, mark: Mark) -> bool: ...
+
+    def wait(self, other: Queue, mark: Mark) -> None:
+        """What comes next here begins after all that `other` was given before `mark`."""
+
+    def passed(self, mark: Mark) -> bool:
+        """Is what was begun right before `mark` over? Where work may end in any order, that says
+        nothing of what was begun earlier."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ import gc
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.progress import Progress
 
 from stanchion.cli.bench.measure import Measure, interleave
 from stanchion.cli.bench.sides import Ours, Theirs, corpus
@@ -66,6 +65,13 @@ class Bench:
             "prefix_hit_ttft": self.prefix_hit,
             "start_to_ready_s": self.start_to_ready,
         }
+
+    def prepare(self, names: Sequence[str]) -> None:
+        """Load both sides before the first measure: what comes later must not disturb one."""
+        if set(names) - {"start_to_ready_s"}:
+            _ = self.ours, self.speculating, self.theirs
+            gc.collect()
+            gc.freeze()  # as a serving process does: both are spared walks over what was loaded
 
     @cached_property
     def ours(self) -> Ours:
@@ -290,19 +296,3 @@ def _start_s() -> float:
         server.stdout.read()
     assert took is not None, "the server never said where it serves"
     return took
-
-
-def run_all(bench: Bench, only: str | None) -> list[Measure]:
-    names = [only] if only else list(bench.measures)
-    measures = []
-    if set(names) - {"start_to_ready_s"}:
-        _ = bench.ours, bench.speculating, bench.theirs
-        gc.collect()
-        gc.freeze()  # as a serving process does: both sides are spared walks over what was loaded
-    with Progress() as progress:
-        task = progress.add_task("bench engine", total=len(names))
-        for name in names:
-            progress.update(task, description=name)
-            measures.append(bench.measures[name]())
-            progress.advance(task)
-    return measures

@@ -1,24 +1,30 @@
 """What a benchmark says: measures with raw runs of both sides, and the table made from them.
 
 Nothing printed is stored: medians, ratios and intervals come from the raw runs in the JSON. Of
-rates the gain is ours / other, of times other / ours; a cost is ours / other. A gate must hold; an
-aim may be missed, with its distance and reason in docs/LOG.md.
+rates the gain is ours / other, of times other / ours; a cost is ours / other. A bound is what the
+mean of a cost over pairs of runs stays below, at 95 % confidence. A gate must hold; an aim may be
+missed, with its distance and reason in docs/LOG.md.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import platform
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-Kind = Literal["rate", "time", "cost", "value"]
-PACKAGES = ("stanchion", "torch", "numba", "numpy", "transformers", "llvmlite")
+import numpy as np
+
+Kind = Literal["rate", "time", "cost", "bound", "value"]
+PACKAGES = ("stanchion", "torch", "numba", "numpy", "transformers", "llvmlite", "nixl")
+RESAMPLES = 10_000
+CONFIDENCE = 0.95
 
 
 @dataclass
@@ -38,6 +44,10 @@ class Measure:
     @property
     def result(self) -> float:
         """The ratio of medians, or the median where there is nothing beside it."""
+        if not self.ours:
+            return math.nan  # it could not be measured here; the note says why
+        if self.kind == "bound":
+            return upper_bound(self._ratios())
         ours = statistics.median(self.ours)
         return ours if self.other is None else self._ratio(ours, statistics.median(self.other))
 
@@ -45,13 +55,17 @@ class Measure:
         """The smallest and largest of the paired runs' ratios: what one run may show."""
         if self.other is None:
             return min(self.ours), max(self.ours)
-        ratios = [self._ratio(ours, other) for ours, other in zip(self.ours, self.other)]
+        ratios = self._ratios()
         return min(ratios), max(ratios)
 
     def meets(self, target: float | None) -> bool | None:
-        if target is None:
+        if target is None or not self.ours:
             return None
         return self.result >= target if self.at_least else self.result <= target
+
+    def _ratios(self) -> list[float]:
+        assert self.other is not None
+        return [self._ratio(ours, other) for ours, other in zip(self.ours, self.other)]
 
     def _ratio(self, ours: float, other: float) -> float:
         return other / ours if self.kind == "time" else ours / other
@@ -75,6 +89,29 @@ def interleave(
         if other is not None and measure.other is not None:
             measure.other.append(other())
     return measure
+
+
+def paired(measure: Measure, ours: Run, other: Run, pairs: int) -> Measure:
+    """As `interleave`, but every second pair begins with the other side."""
+    measure.other = []
+    ours()
+    other()
+    for at in range(pairs):
+        if at % 2:
+            measure.other.append(other())
+            measure.ours.append(ours())
+        else:
+            measure.ours.append(ours())
+            measure.other.append(other())
+    return measure
+
+
+def upper_bound(ratios: Sequence[float]) -> float:
+    """What their mean stays below, at 95 % confidence, one-sided: by a bootstrap with a fixed
+    seed, so the same runs give the same bound."""
+    sample = np.array(ratios)
+    picks = np.random.default_rng(7).integers(len(sample), size=(RESAMPLES, len(sample)))
+    return float(np.quantile(sample[picks].mean(1), CONFIDENCE))
 
 
 def machine() -> dict[str, object]:
@@ -125,14 +162,17 @@ def _unmet(one: Measure) -> tuple[bool, bool]:
 
 
 def _row(one: Measure) -> str:
+    if not one.ours:
+        return f"| {one.name} | absent | | | 0 | | |"
     low, high = one.interval()
+    digits = 4 if one.kind == "bound" else 3
     other = "" if one.other is None else f"{statistics.median(one.other):.4g} {one.unit}"
     sign = "" if one.other is None else "x"
     cells = [
         one.name,
         f"{statistics.median(one.ours):.4g} {one.unit}",
         other,
-        f"**{one.result:.3g}{sign}** ({low:.3g} to {high:.3g})",
+        f"**{one.result:.{digits}g}{sign}** ({low:.3g} to {high:.3g})",
         str(len(one.ours)),
         _target(one, one.gate),
         _target(one, one.aim),

@@ -38,6 +38,7 @@ class Book(Generic[T]):
         self.submitted: Mark = 0
         self.bytes_sent = 0
         self._open: dict[int, Opened] = {}  # by number, in order of submission
+        self._marks: dict[Mark, None] = {}  # of those
         self._ended: list[WriteEnded] = []
         self._after: list[tuple[Queue, Mark]] = []
         self._held: deque[Held[T]] = deque()
@@ -51,6 +52,7 @@ class Book(Generic[T]):
         if number in self._open:
             raise Bug(f"write {number} was submitted twice")
         self._open[number] = Opened(self.submitted, peer, size)
+        self._marks[self.submitted] = None
         self.submitted += 1
         self._held.append(Held(number, work, tuple(self._after)))
 
@@ -74,6 +76,7 @@ class Book(Generic[T]):
         if ended.number not in self._open:
             raise Bug(f"write {ended.number} ended, but is not open")
         opened = self._open.pop(ended.number)
+        del self._marks[opened.mark]
         self.bytes_sent += opened.bytes if ended.whole else 0
         self._ended.append(ended)
 
@@ -83,8 +86,9 @@ class Book(Generic[T]):
         return said
 
     def passed(self, mark: Mark) -> bool:
-        oldest = next(iter(self._open.values()), None)
-        return oldest is None or oldest.mark >= mark
+        """Has the last write before that mark ended? Writes end in any order: an older one that is
+        slow must not make pages seem to be read that nobody reads."""
+        return mark - 1 not in self._marks
 
     def check_none_open(self, peer: int) -> None:
         numbers = [number for number, opened in self._open.items() if opened.peer == peer]

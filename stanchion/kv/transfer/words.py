@@ -104,8 +104,8 @@ class WriteEnded:
 class Transfer(Queue, Protocol):
     """The source's side of a backend; all of it on the engine thread.
 
-    As a device queue: its marks count the writes submitted, and `passed` asks whether all of the
-    first `mark` have ended, in whatever order they do.
+    As a device queue: its marks count the writes submitted, which end in any order; `passed` asks
+    whether the last before the mark has ended.
     """
 
     @property

@@ -1,0 +1,209 @@
+"""The benchmarks' arithmetic, and each measure of the handoff once, so small that it says nothing.
+
+No time is asserted here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from stanchion.cli.bench import engine, handoff, memory, pair, storm
+from stanchion.cli.bench.command import run, run_all
+from stanchion.cli.bench.measure import Measure, interleave, paired, table, upper_bound, write
+from stanchion.cli.settings import model_folder
+from stanchion.core.errors import ConfigError
+from stanchion.kv.schema import Buffer, Schema
+from stanchion.kv.transfer.words import Write, WriteEnded
+
+TRAFFIC = handoff.Traffic(5, 4, (20, 90), (2, 6), aborted=0.5, leaves_turns=4, together=2)
+TINY = handoff.Sizes(
+    memory=memory.Sizes(layers=2, pages=8, write_pages=4, repeats=1),
+    nixl=memory.Sizes(layers=1, pages=4, write_pages=4, repeats=1),
+    ttft_prompt=96,
+    ttft_repeats=1,
+    storm=storm.Sizes(2, 8, 6, prompt=64, every_s=0.05, repeats=1),
+    safety=TRAFFIC,
+    safety_pairs=2,
+    check=TRAFFIC,
+    check_pairs=1,
+    check_hashed_pairs=1,
+)
+
+
+@pytest.fixture(scope="module")
+def bench() -> handoff.Bench:
+    return handoff.Bench(model_folder("tiny"), TINY)
+
+
+# ---- arithmetic -----------------------------------------------------------------------------
+
+
+def test_the_bound_lies_above_the_mean_and_below_the_largest() -> None:
+    ratios = [1.0, 1.02, 0.99, 1.05, 1.01, 1.0, 0.98, 1.03]
+    bound = upper_bound(ratios)
+    assert np.mean(ratios) < bound < max(ratios)
+    assert upper_bound(ratios) == bound
+
+
+def test_the_bound_comes_near_the_one_of_a_normal_distribution() -> None:
+    ratios = np.random.default_rng(1).normal(1.0, 0.02, 400)
+    expected = ratios.mean() + 1.645 * ratios.std() / 20
+    assert upper_bound(list(ratios)) == pytest.approx(expected, abs=2e-4)
+
+
+def test_equal_runs_have_a_bound_of_one() -> None:
+    measure = Measure("same", "s", "bound", gate=1.01, at_least=False)
+    paired(measure, lambda: 2.0, lambda: 2.0, 5)
+    assert measure.result == 1.0
+    assert measure.meets(1.01) is True
+    assert measure.meets(0.99) is False
+
+
+def test_every_second_pair_begins_with_the_other_side() -> None:
+    order: list[str] = []
+
+    def ours() -> float:
+        order.append("ours")
+        return 1.0
+
+    def other() -> float:
+        order.append("other")
+        return 1.0
+
+    paired(Measure("order", "s", "bound"), ours, other, 2)
+    assert order == ["ours", "other", "ours", "other", "other", "ours"]
+
+
+def test_a_measure_that_cannot_be_made_is_absent_and_misses_nothing(tmp_path: Path) -> None:
+    measure = Measure("gone", "GiB/s", "value", gate=1.0, note="not installed")
+    assert math.isnan(measure.result)
+    assert measure.meets(measure.gate) is None
+    assert "| gone | absent |" in table([measure])
+    write([measure], tmp_path / "said.json", {})
+    assert json.loads((tmp_path / "said.json").read_text())["measures"][0]["ours"] == []
+
+
+def test_the_table_has_ratios_of_medians_and_missed_gates_last() -> None:
+    rate = interleave(Measure("rate", "x/s", "rate", gate=3.0), lambda: 4.0, lambda: 2.0, 1)
+    time = interleave(Measure("time", "s", "time", gate=1.5), lambda: 2.0, lambda: 4.0, 1)
+    lines = table([rate, time]).splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:]] == ["| time", "| rate"]
+    assert "**2x**" in lines[2] and "at least 1.5: holds" in lines[2]
+    assert "at least 3: MISSED" in lines[3]
+
+
+def test_both_benchmarks_can_be_told_one_measure_and_know_their_own() -> None:
+    for name in ("engine", "handoff"):
+        with pytest.raises(ConfigError, match="no measure nonsense; there are: "):
+            run(name, True, None, "nonsense")
+
+
+@pytest.mark.parametrize("module", [engine, handoff])
+def test_quick_measures_what_full_does(module: object) -> None:
+    assert type(module.QUICK) is type(module.FULL)  # type: ignore[attr-defined]
+
+
+# ---- lanes ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Inner:
+    """Writes have ended as soon as they were sent."""
+
+    sent: list[int]
+
+    def send(self, write: Write) -> None:
+        self.sent.append(write.number)
+
+    def poll(self) -> list[WriteEnded]:
+        ended, self.sent = self.sent, []
+        return [WriteEnded(number, whole=True) for number in ended]
+
+
+@dataclass
+class Busy:
+    busy: bool
+
+
+def of_pages(number: int, count: int, last_rows: int) -> Write:
+    pages = np.arange(1, count + 1, dtype=np.int32)
+    return Write(number, 1, 0, pages, pages, last_rows)
+
+
+def test_a_link_ends_writes_one_after_the_other_at_its_rate() -> None:
+    now = 10.0
+    schema = Schema("x", 4, 1, False, (Buffer("a", 0, "attend", "float8_e4m3fn", 25),))
+    link = pair.Link(Inner([]), schema, 100.0, lambda: now)  # type: ignore[arg-type]
+    link.send(of_pages(0, 2, 4))  # 200 bytes: 2 s
+    link.send(of_pages(1, 1, 2))  # 50 bytes: half a second more
+    said = {}
+    for now in (10.0, 11.9, 12.0, 12.4, 12.5):
+        said[now] = [one.number for one in link.poll()]
+    assert said == {10.0: [], 11.9: [], 12.0: [0], 12.4: [], 12.5: [1]}
+
+
+def test_writes_are_held_while_the_engine_is_busy() -> None:
+    busy = Busy(True)
+    held = pair.Held(Inner([]), busy)  # type: ignore[arg-type]
+    held.send(of_pages(0, 1, 1))
+    assert held.poll() == []
+    busy.busy = False
+    assert [one.number for one in held.poll()] == [0]
+    assert held.poll() == []
+
+
+# ---- each measure, once ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "shm_over_memcpy",
+        "nixl_gibs",
+        "layerwise_ttft",
+        "layerwise_ttft_shm",
+        "pd_itl_p99",
+        "safety_cost",
+        "kv_check_full_cost",
+    ],
+)
+def test_a_tiny_measure_has_runs_of_both_sides(bench: handoff.Bench, name: str) -> None:
+    assert name in bench.measures
+    with torch.inference_mode():
+        (measure,) = run_all("tiny", bench, name)
+    if name == "nixl_gibs":
+        assert bool(measure.ours) == (find_spec("nixl") is not None)
+        assert measure.note
+        return
+    assert measure.other is not None
+    assert len(measure.ours) == len(measure.other) > 0
+    assert min(measure.ours + measure.other) > 0
+    assert measure.note and name in table([measure])
+
+
+def test_the_list_of_measures_is_complete(bench: handoff.Bench) -> None:
+    assert len(bench.measures) == 7
+
+
+def test_the_unsafe_pair_is_unsafe_and_the_other_is_not(bench: handoff.Bench) -> None:
+    """With the pools as small as they get, only the safe one keeps its books."""
+    safe = handoff.Load(bench, bench.hashed, TRAFFIC)
+    unsafe = handoff.Load(bench, bench.hashed, TRAFFIC, unsafe=True)
+    try:
+        for one in (safe, unsafe):
+            one.cpu_s()
+            assert one.pair.prefill.audit() == one.pair.decode.audit() == []
+        assert safe.completed == unsafe.completed and safe.completed
+        assert unsafe.pair.decode.failpoints == {"release_before_drained"}
+        assert isinstance(unsafe.pair.prefill.lane, pair.Doorless)
+    finally:
+        safe.close()
+        unsafe.close()
