@@ -18,7 +18,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"core", "device", "kv", "model"},
     "gateway": {"core"},
     "disagg": {"core", "device", "kv", "engine"},
-    "sim": {"core"},
+    "sim": {"core", "device", "kv", "engine", "disagg", "gateway"},  # pure modules alone
     "cli": {"core", "device", "kv", "model", "engine", "disagg", "gateway", "sim"},
 }
 
@@ -33,6 +33,7 @@ MAY_TOUCH: dict[str, set[str]] = {
     "sim/choices.py": {"random"},
     "kv/arena.py": {"fcntl", "mmap", "os", "secrets"},
     "kv/digest.py": {"torch"},
+    "kv/poison.py": {"torch"},
     "kv/store.py": {"torch"},
     "kv/transfer/bell.py": {"os"},
     "kv/transfer/courier.py": {"threading", "time"},
@@ -44,7 +45,9 @@ MAY_TOUCH: dict[str, set[str]] = {
     "engine/request.py": {"torch"},  # a name for the type checker alone
     "engine/runner.py": {"torch"},
     "engine/sample.py": {"torch"},
-    "engine/worker.py": {"os", "signal", "time", "zmq"},
+    "disagg/assemble.py": {"os", "secrets"},
+    "disagg/link.py": {"zmq"},
+    "disagg/worker.py": {"os", "signal", "time", "zmq"},
     "gateway/app.py": {"asyncio", "concurrent", "time"},
     "gateway/fleet.py": {"asyncio", "zmq"},
     "gateway/generate.py": {"asyncio", "time", "uuid"},
@@ -55,10 +58,13 @@ MAY_TOUCH: dict[str, set[str]] = {
     "gateway/serve.py": {"asyncio", "signal", "socket", "uvicorn", "uvloop"},
     "gateway/web.py": {"asyncio"},
     "cli/chat.py": {"http", "time", "urllib"},
+    "cli/drive.py": {"asyncio", "tempfile", "time"},
     "cli/main.py": {"os"},
     "cli/serve.py": {"os", "tempfile", "time"},
+    "cli/storm.py": {"torch"},
     "cli/supervisor.py": {"asyncio", "os", "signal", "subprocess"},
-    "cli/worker.py": {"torch"},
+    "cli/verify.py": {"asyncio", "signal", "time"},
+    "cli/worker.py": {"os", "torch", "zmq"},
 }
 FOLDERS_MAY_TOUCH: dict[str, set[str]] = {
     "device/kernels/": {"torch", "numba"},
@@ -165,7 +171,9 @@ def test_the_gateway_and_the_simulator_run_without_torch() -> None:
     blocked = "import sys; sys.modules['torch'] = sys.modules['numba'] = None\n"
     imported = "import stanchion.gateway.serve, stanchion.sim.choices, stanchion.cli.main\n"
     imported += "import stanchion.cli.serve, stanchion.cli.chat\n"
-    imported += "import stanchion.disagg.handoff, stanchion.engine.scheduler, stanchion.engine.loop"
+    imported += "import stanchion.disagg.handoff, stanchion.engine.scheduler, stanchion.engine.loop\n"
+    imported += "import stanchion.disagg.prefill, stanchion.disagg.decode, stanchion.sim.hunt\n"
+    imported += "import stanchion.cli.supervisor, stanchion.cli.plan"
     done = subprocess.run(
         [sys.executable, "-c", blocked + imported], capture_output=True, text=True, check=False
     )

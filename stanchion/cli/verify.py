@@ -30,16 +30,19 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from stanchion.cli.drive import Cluster, ask, cluster
+from stanchion.cli.drive import Answer, Cluster, ask, cluster
 from stanchion.cli.plan import Asked
 from stanchion.cli.storm import Expected, Oracle, Wrong, digest, starts, wrong
 from stanchion.core.config import Config
 from stanchion.core.errors import ConfigError, Overloaded, PeerLost
 from stanchion.core.messages import Progress as Said
+from stanchion.core.messages import Start
 from stanchion.core.outcome import OutputSuspect
 
 SETTLE_S = 60.0
 KEPT_WRONG = 20
+LEAVE_S = 0.1  # a client that leaves does so after this long, on average
+PAUSE_S, PAUSE_S_MAX = 0.05, 1.0
 RESTARTS_MAX = 1000
 
 
@@ -150,10 +153,9 @@ class _Run:
         while self.given < most and time.monotonic() < self.ends_at:
             self.given += 1
             expected = self.expected[int(rng.integers(len(self.expected)))]
-            leaves = (
-                rng.integers(self.asked.abort_one_in) == 0 if self.asked.abort_one_in else False
-            )
-            leave_after_s = float(rng.exponential(0.1)) if leaves else None
+            one_in = self.asked.abort_one_in
+            leaves = one_in > 0 and rng.integers(one_in) == 0
+            leave_after_s = float(rng.exponential(LEAVE_S)) if leaves else None
             await self._one(running, expected, f"{number}.{self.given}", leave_after_s)
             self.advance()
 
@@ -162,12 +164,7 @@ class _Run:
     ) -> None:
         report, start = self.report, msgspec.structs.replace(expected.start, request=name)
         report.requests += 1
-        try:
-            answer = await ask(running.fleet, start, leave_after_s)
-        except (Overloaded, PeerLost) as error:
-            report.outcomes[f"refused: {type(error).__name__}"] += 1
-            await asyncio.sleep(0.05)  # a client waits before it asks again
-            return
+        answer = await self._accepted(running, start, leave_after_s)
         assert answer.outcome is not None
         tag = str(answer.outcome.__struct_config__.tag)
         by = getattr(answer.outcome, "by", getattr(answer.outcome, "reason", ""))
@@ -183,6 +180,19 @@ class _Run:
         if found is not None:
             report.wrong_count += 1
             report.wrong += [found][: KEPT_WRONG - len(report.wrong)]
+
+    async def _accepted(
+        self, running: Cluster, start: Start, leave_after_s: float | None
+    ) -> Answer:
+        """As a client does: who is refused waits, and asks again."""
+        pause_s = PAUSE_S
+        while True:
+            try:
+                return await ask(running.fleet, start, leave_after_s)
+            except (Overloaded, PeerLost) as error:
+                self.report.outcomes[f"refused, and asked again: {type(error).__name__}"] += 1
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, PAUSE_S_MAX)
 
     # ---- trouble ----------------------------------------------------------------------------
 
@@ -253,7 +263,8 @@ def words(report: Report) -> str:
     cached = f"{report.prompt_tokens:,} prompt tokens ({report.cached_tokens:,} cached)"
     trouble = f"{report.kills} kills, {report.stops} stops, {report.restarts} restarts"
     lines = [
-        f"{report.requests:,} requests in {report.seconds:.0f} s, {report.tokens:,} tokens, {cached}",
+        f"{report.requests:,} requests in {report.seconds:.0f} s, {report.tokens:,} tokens",
+        cached,
         f"{mib:,.1f} MiB of KV moved, {report.deadlines:,} deadlines, {trouble}",
     ]
     lines += [f"  {count:>9,} {what}" for what, count in sorted(report.outcomes.items())]

@@ -11,13 +11,11 @@ shut a living peer out, whose writes then fail; without, the end of the peer is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
 from msgspec.structs import replace
 
-from stanchion.core.errors import Bug
 from stanchion.core.messages import (
     Abort,
     Ended,
@@ -41,9 +39,10 @@ from stanchion.gateway.router import Life, Route, Router, Standing, reason_to_re
 from stanchion.kv.pages import PagePool
 from stanchion.kv.prefix import PrefixTree
 from stanchion.kv.ready import Ready
-from stanchion.kv.transfer.words import Invitation, ShmPlace, Write, WriteEnded
+from stanchion.kv.transfer.words import WriteEnded
 from stanchion.sim.choices import Choices
 from stanchion.sim.device import LAYERS, VOCABULARY, Device, Memory, answer, schema
+from stanchion.sim.transport import Flying, Lane, Pool
 
 TIMES = Times(beat_s=0.5, silence_s=4.0, drain_s=40.0, deadline_s=30.0)
 IDENTITY = {"model": "simulated"}
@@ -69,69 +68,6 @@ class Plan:
     repeats: int = 20
     failpoints: tuple[str, ...] = ()
     time_is_evidence: bool = False  # an old machine: a silent peer counts as one that has ended
-
-
-@dataclass(eq=False)
-class Flying:
-    write: Write
-    invited: int  # by which invitation
-    lane: Lane
-
-
-@dataclass(eq=False)
-class Lane:
-    """A prefill worker's way to others' memory."""
-
-    memory: Memory
-    memories: dict[int, Memory]  # by invitation: those that can be written
-    flying: list[Flying]  # the cluster's
-    peers: dict[int, int] = field(default_factory=dict)  # session -> invitation
-    ended: list[WriteEnded] = field(default_factory=list)
-    bytes_sent: int = 0
-
-    def connect(self, peer: int, invitation: Invitation) -> None:
-        assert isinstance(invitation.place, ShmPlace)
-        self.peers[peer] = invitation.place.descriptor
-
-    def disconnect(self, peer: int) -> None:
-        if any(one.lane is self and one.write.peer == peer for one in self.flying):
-            raise Bug("a peer with writes in flight is disconnected")
-        del self.peers[peer]
-
-    def send(self, write: Write) -> None:
-        self.flying.append(Flying(write, self.peers[write.peer], self))
-        self.bytes_sent += 1
-
-    def cut(self, numbers: Sequence[int]) -> None:
-        """Nothing that has begun is stopped, as with a network."""
-
-    def poll(self) -> list[WriteEnded]:
-        ended, self.ended = self.ended, []
-        return ended
-
-
-@dataclass(eq=False)
-class Pool:
-    """Decode's memory. With `fences` it can shut a peer out; else that writes until its end."""
-
-    memory: Memory
-    memories: dict[int, Memory]
-    numbers: Iterator[int]
-    plan: Plan
-    invited: dict[int, int] = field(default_factory=dict)  # peer -> invitation
-
-    def invitation(self, peer: int) -> Invitation:
-        number = self.invited[peer] = next(self.numbers)
-        self.memories[number] = self.memory
-        return Invitation(
-            place=ShmPlace(number), pid=1, token=number.to_bytes(16, "big"),
-            pages=self.plan.pages, page_tokens=self.plan.page_tokens, size=0, buffers={},
-        )  # fmt: skip
-
-    def fence(self, peer: int, ended: bool) -> bool:
-        if self.plan.fences and peer in self.invited:
-            del self.memories[self.invited.pop(peer)]
-        return self.plan.fences or ended
 
 
 @dataclass(eq=False)
@@ -215,7 +151,7 @@ class Cluster:
             )  # fmt: skip
             device.on_rows = side.rows_ready
         else:
-            pool_ = Pool(memory, self.memories, self._numbers, plan)
+            pool_ = Pool(memory, self.memories, self._numbers, plan.pages, plan.fences)
             side = DecodeSide(
                 engine, name, IDENTITY, number, "host", pool_, check, TIMES,
                 lambda incarnation, pid: None, frozenset(plan.failpoints),

@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 
 from stanchion.cli.bench import memory, storm
-from stanchion.cli.bench.measure import Measure, interleave, paired, upper_bound
+from stanchion.cli.bench.measure import Measure, interleave, paired
 from stanchion.cli.bench.pair import PARTNER, Asked, Held, Link, Pair, build, serve
 from stanchion.cli.bench.sides import corpus
-from stanchion.cli.bench.target import target
+from stanchion.cli.bench.target import PEER, target
 from stanchion.cli.worker import SWITCH_S
 from stanchion.core.errors import Bug
 from stanchion.core.messages import Start
@@ -57,11 +57,11 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Sizes:
-    memory: memory.Sizes
-    nixl: memory.Sizes
+    shm_pool: memory.Sizes
+    nixl_pool: memory.Sizes
     ttft_prompt: int
     ttft_repeats: int
-    storm: storm.Sizes
+    long_prompts: storm.Sizes
     safety: Traffic
     safety_pairs: int
     check: Traffic
@@ -73,11 +73,11 @@ HASHED = Traffic(11, 32, (200, 3000), (16, 64), aborted=0.25, leaves_turns=24, t
 EMBEDDED = Traffic(12, 8, (200, 1500), (16, 48), aborted=0.25, leaves_turns=24, together=4)
 # 128 pages of 64 tokens are what one prefill chunk of 8k tokens gives at GLM-5's size.
 FULL = Sizes(
-    memory=memory.Sizes(layers=4, pages=1024, write_pages=128, repeats=25),
-    nixl=memory.Sizes(layers=4, pages=1024, write_pages=128, repeats=9),
+    shm_pool=memory.Sizes(layers=4, pages=1024, write_pages=128, repeats=25),
+    nixl_pool=memory.Sizes(layers=4, pages=1024, write_pages=128, repeats=9),
     ttft_prompt=8192,
     ttft_repeats=9,
-    storm=storm.Sizes(6, 64, 1200, prompt=4096, every_s=2.0, repeats=5),
+    long_prompts=storm.Sizes(6, 64, 1200, prompt=4096, every_s=2.0, repeats=5),
     safety=HASHED,
     safety_pairs=100,
     check=EMBEDDED,
@@ -85,11 +85,11 @@ FULL = Sizes(
     check_hashed_pairs=10,
 )
 QUICK = Sizes(
-    memory=memory.Sizes(layers=4, pages=1024, write_pages=128, repeats=7),
-    nixl=memory.Sizes(layers=4, pages=1024, write_pages=128, repeats=3),
+    shm_pool=memory.Sizes(layers=4, pages=1024, write_pages=128, repeats=7),
+    nixl_pool=memory.Sizes(layers=4, pages=1024, write_pages=128, repeats=3),
     ttft_prompt=8192,
     ttft_repeats=2,
-    storm=storm.Sizes(6, 64, 600, prompt=4096, every_s=2.0, repeats=1),
+    long_prompts=storm.Sizes(6, 64, 600, prompt=4096, every_s=2.0, repeats=1),
     safety=HASHED,
     safety_pairs=10,
     check=EMBEDDED,
@@ -132,7 +132,7 @@ class Bench:
 
     def shm(self) -> Measure:
         """Into another process's pool, beside one memcpy of as many bytes into it."""
-        sizes = self.sizes.memory
+        sizes = self.sizes.shm_pool
         measure = Measure("shm_over_memcpy", "GiB/s", "rate", gate=0.7, aim=0.85)
         source = memory.Source(sizes)
         by_page: list[float] = []
@@ -156,7 +156,7 @@ class Bench:
         return measure
 
     def nixl(self) -> Measure:
-        sizes = self.sizes.nixl
+        sizes = self.sizes.nixl_pool
         measure = Measure("nixl_gibs", "GiB/s", "value")
         source = memory.Source(sizes)
         try:
@@ -169,7 +169,7 @@ class Bench:
         with closing(transfer), target("nixl", sizes.layers, sizes.pages) as invitation:
             mover = memory.Mover(source, transfer, invitation)
             interleave(measure, mover.rate, None, sizes.repeats)
-            transfer.disconnect(memory.PEER)
+            transfer.disconnect(PEER)
         measure.note = f"over TCP on this machine, {source.bytes / 2**20:.0f} MiB a run"
         return measure
 
@@ -226,7 +226,7 @@ class Bench:
 
     def storm(self) -> Measure:
         """Two processes a side."""
-        sizes = self.sizes.storm
+        sizes = self.sizes.long_prompts
         measure = Measure("pd_itl_p99", "s", "time", aim=2.0)
         measure.note = (
             f"{sizes.clients} clients of {sizes.client_tokens} tokens while a prompt of "

@@ -3,7 +3,7 @@
 Frames cross as bytes, in order, within the turn in which they were said; KV goes through shared
 memory, by the transfer's own thread. The unsafe pair is what the handoff replaces: destinations
 are free again as soon as a request was aborted, sources are held by nobody, and writes go out
-without doors. Its pools are large enough that nothing is overwritten, so both give the same answers.
+without doors. Where its pools are so large that nothing is overwritten, it gives the same answers.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from stanchion.core.messages import Abort, Ended, FromWorker, Partner, Start, Tokens
+from stanchion.core.messages import Abort, Ended, FromWorker, Partner, Role, Start, Tokens
 from stanchion.disagg.assemble import Post, TransferLane, arena_for, decode_side, prefill_side
-from stanchion.disagg.check import Mode, rows_of
+from stanchion.disagg.check import Mode
 from stanchion.disagg.decode import DecodeSide
 from stanchion.disagg.peer import Times
 from stanchion.disagg.prefill import Lane, PrefillSide
@@ -30,9 +30,9 @@ from stanchion.kv.schema import Schema
 from stanchion.kv.transfer.words import Invitation, Transfer, Write, WriteEnded
 from stanchion.model.text import Model
 
-INCARNATIONS = 1, 2  # of prefill, of decode
+INCARNATIONS: dict[Role, int] = {"prefill": 1, "decode": 2}
 ADDRESS = b"decode"
-PARTNER = Partner("prefill", "prefill", INCARNATIONS[0])
+PARTNER = Partner("prefill", "prefill", INCARNATIONS["prefill"])
 WAIT_S = 0.0005  # for the end of a write, where nothing else is to be done
 
 
@@ -95,26 +95,32 @@ class Pair:
 def build(
     model: Model, limits: Limits, pages: int, check: Mode = "off", unsafe: bool = False
 ) -> Pair:
-    failpoints = frozenset({"release_before_drained"} if unsafe else ())
-
-    def parts(arena_of: str) -> Parts:
-        arena = arena_for("decode" if arena_of == "decode" else "prefill", model.schema, pages)
-        return assemble(model, limits, pages, arena=arena)
-
-    def post(name: str, incarnation: int) -> Post:
-        role = "decode" if name == "decode" else "prefill"
-        identity = model.schema.described()
-        return Post(role, name, incarnation, identity, Times(), check, failpoints=failpoints)  # type: ignore[arg-type]
-
-    mine, theirs = parts("prefill"), parts("decode")
-    prefill, _ = prefill_side(mine, post("prefill", INCARNATIONS[0]))
-    decode = decode_side(theirs, post("decode", INCARNATIONS[1]), lambda *_: None)
+    posts = [_post(model, "prefill", check, unsafe), _post(model, "decode", check, unsafe)]
+    parts = [_parts(model, limits, pages, post.role) for post in posts]
+    prefill, _ = prefill_side(parts[0], posts[0])
+    decode = decode_side(parts[1], posts[1], lambda *_: None)
     assert isinstance(prefill.lane, TransferLane)
     transfer = prefill.lane.transfer
     if unsafe:
         prefill.lane = Doorless(transfer)
-        mine.runner.on_rows = partial(_rows_ready_unpinned, prefill)
+        parts[0].runner.on_rows = partial(_rows_ready_unpinned, prefill)
     return Pair(prefill, decode, transfer)
+
+
+def _post(model: Model, role: Role, check: Mode, unsafe: bool) -> Post:
+    return Post(
+        role=role,
+        name=role,
+        incarnation=INCARNATIONS[role],
+        identity=model.schema.described(),
+        times=Times(),
+        check=check,
+        failpoints=frozenset({"release_before_drained"} if unsafe else ()),
+    )
+
+
+def _parts(model: Model, limits: Limits, pages: int, role: Role) -> Parts:
+    return assemble(model, limits, pages, arena=arena_for(role, model.schema, pages))
 
 
 # ---- traffic --------------------------------------------------------------------------------

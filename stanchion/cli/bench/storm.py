@@ -80,6 +80,7 @@ class Storm:
                 ]
                 asked = [tasks.create_task(ask(fleet, start)) for start in starts]
             arrivals.cancel()
+        await _until_idle(fleet)
         answers = [one.result() for one in asked]
         gaps = np.concatenate([_gaps(one) for one in answers])
         return float(np.percentile(gaps, PERCENTILE))
@@ -110,6 +111,13 @@ class Storm:
             sampling=sampling,
             salt=str(number),
         )
+
+
+async def _until_idle(fleet: Fleet) -> None:
+    """The workers have said the end of all that left: it does not reach into the next run."""
+    while len(fleet):
+        fleet.changed.clear()
+        await fleet.changed.wait()
 
 
 def _gaps(answer: Answer) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
