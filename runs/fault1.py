@@ -1,11 +1,12 @@
 """Fault 1 on real processes: dose and response. `python runs/fault1.py [--requests N] [--json F]`
 
 Two prefill workers and one decode worker run the hash model. Every KV write is held back by a
-declared 30 ms, and a request whose prompt is not there after 60 ms is cut off. The dose is the load:
-how many clients ask at once. With the failpoint, decode gives an aborted request's pages to the next
-one at once, as the report describes; without it, it waits until the writer has drained.
+declared 30 ms, and a request whose prompt is not there after 60 ms is cut off. The dose is the
+load: how many clients ask at once. With the failpoint, decode gives an aborted request's pages to
+the next one at once, as the report describes; without it, it waits until the writer has drained.
 
-A rate is wrong answers among whole ones, per 10,000, with its exact 95 % (Clopper-Pearson) interval.
+A rate is wrong answers among whole ones, per 10,000, with its exact 95 % interval (Clopper and
+Pearson).
 """
 
 from __future__ import annotations

@@ -55,12 +55,12 @@ def plan_of(choices: Choices, base: Plan) -> Plan:
     )
 
 
-def hunt(seeds: Iterable[int], base: Plan | None = None) -> Report:
-    """Run them all. Whatever is wrong names its seed."""
+def hunt(seeds: Iterable[int], base: Plan | None = None, vary: bool = True) -> Report:
+    """Run them all, each by a plan of its own, or all by `base`. What is wrong names its seed."""
     report = Report()
     for seed in seeds:
         choices = seeded(seed)
-        plan = plan_of(choices, base or Plan())
+        plan = plan_of(choices, base or Plan()) if vary else base or Plan()
         try:
             cluster = run(plan, choices)
         except AssertionError as error:

@@ -25,6 +25,8 @@ from stanchion.core.outcome import (
 from stanchion.core.request import Sampling
 from stanchion.device.stream import Pages
 from stanchion.disagg import words
+from stanchion.disagg.decode import DecodeSide
+from stanchion.disagg.peer import Peer
 from stanchion.engine.scheduler import Limits
 from tests.disagg.rig import TIMES, Cluster, Held, Settings, decode, differs, held, prefill, start
 
@@ -478,3 +480,54 @@ def test_the_machine_is_used_by_requests_of_one_name_after_each_other() -> None:
     cluster.settle()
     answers(cluster, second)
     assert cluster.audit() == []
+
+
+# ---- sessions: a late word of an earlier one says nothing of this one --------------------------
+
+
+def late_answer(cluster: Cluster) -> Held:
+    """Two sessions after each other; while writes of the second are out, the answer that opened
+    the first comes once more."""
+    decode_side, prefill_side = cluster.decodes[0], cluster.prefills[0]
+    cluster.step([start(cluster, "first", 60)])
+    cluster.settle()
+    (session,) = prefill_side.sessions.values()
+    old = prefill_side._met(session, session.attempt)
+    prefill_side._leave(session, "it was silent")
+    (peer,) = decode_side.peers.values()
+    cluster.until(lambda: peer.session not in (None, session.number))
+    lane = held(cluster)
+    cluster.step([start(cluster, "a", 490)])
+    cluster.until(lambda: len(lane.writes) > 3)
+    decode_side.hear(peer, old, cluster.now)
+    return lane
+
+
+def test_a_late_answer_to_an_earlier_meeting_changes_nothing() -> None:
+    cluster = Cluster.of(SMALL)
+    lane = late_answer(cluster)
+    cluster.step()
+    assert cluster.decodes[0].open == 1 and not cluster.heard["a"].ends
+    lane.release()
+    cluster.settle()
+    assert isinstance(cluster.outcome("a"), Completed) and cluster.audit() == []
+
+
+def test_a_decode_that_believes_a_late_answer_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An old machine of ours, found by the hunt: any Met with another number was a new session,
+    and so the handoffs of this one were taken for drained, with their writes under way."""
+
+    def met(self: DecodeSide, peer: Peer, word: words.Met) -> None:
+        if peer.session != word.session:
+            for receiving in list(peer.handoffs.values()):
+                if receiving.session is not None:
+                    self._drained(receiving, PeerLost("an earlier session"))
+            peer.session = word.session
+            for receiving in list(peer.handoffs.values()):
+                self._offer(receiving)
+
+    monkeypatch.setattr(DecodeSide, "_met", met)
+    cluster = Cluster.of(SMALL)
+    lane = late_answer(cluster)
+    cluster.step()
+    assert cluster.decodes[0].open == 0 and lane.writes, "pages are free under these writes"

@@ -1,0 +1,152 @@
+"""What comes over the sockets is not trusted: garbage is dropped, and nobody else notices."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from stanchion.core.messages import Drain, Ended, Greet, Hello, Start, decode_from_worker, encode
+from stanchion.core.outcome import Completed
+from stanchion.disagg import words
+from stanchion.disagg.link import DecodeLink, PrefillLink
+from stanchion.disagg.worker import UnifiedSide, Worker
+from tests.disagg.rig import GREEDY, Cluster, Settings, start
+from tests.engine.rig import hashed_engine
+
+
+class Gadget:
+    """Unpickling this would write a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str, str]]:
+        return open, (str(self.path), "w")
+
+
+def garbage(folder: Path) -> list[bytes]:
+    good = words.encode(words.Beat(session=1, settled=0, asked=[]))
+    offer = words.Offer(
+        session=1, settled=0, number=1, tokens=[1] * 50, tenant="", salt="", prompt_logprobs=None,
+        first_page=0, pages=[1, 2, 3, 4],
+    )  # fmt: skip
+    whole = words.encode(offer)
+    return [
+        b"",
+        b"\x00" * 100,
+        pickle.dumps(Gadget(folder / "owned")),
+        b"\xdd\xff\xff\xff\xff" + b"\x01",  # an array that claims 4 G entries
+        b"\xc6\xff\xff\xff\xff",  # 4 GB of bytes
+        *(whole[:cut] for cut in range(0, len(whole), 7)),
+        good + b"more",
+        b"\x81\xa4type\xa7unknown",
+        words.encode({"type": "offer", "session": 1, "pages": [-1]}),
+        b"\x91" * 5000,  # nested beyond measure
+    ]
+
+
+HELLO = Hello(
+    name="w", role="both", incarnation=1, pid=1, peer_address="", identity={}, model="hashed",
+    revision="1", schema="s", page_tokens=16, pages=100, context_max=1000, vocabulary=272,
+    draft_tokens=3, eos_ids=(256,), failpoints=(),
+)  # fmt: skip
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+def test_garbage_on_a_workers_socket_harms_no_request(
+    context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path
+) -> None:
+    router, dealer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+    router.bind(f"ipc://{tmp_path}/w")
+    dealer.connect(f"ipc://{tmp_path}/w")
+    worker = Worker(UnifiedSide(hashed_engine()), HELLO, router, None, None, parent=0)
+    one = Start(request="r", tokens=[40] * 20, sampling=GREEDY)
+    dealer.send(encode(Greet()))
+    dealer.send(encode(one))
+    for frame in garbage(tmp_path):
+        dealer.send(frame)
+    dealer.send_multipart([b"two", b"parts"])
+    worker.stopping = False
+    dealer.send(encode(Drain()))
+    ended: list[Ended] = []
+    while not ended:
+        for message in worker.side.step(worker._hear(), 0.0):
+            worker._say(message)
+        while dealer.poll(0):
+            said = decode_from_worker(dealer.recv())
+            ended += [said] if isinstance(said, Ended) else []
+    assert ended[0].outcome == Completed("length") and not (tmp_path / "owned").exists()
+
+
+def test_garbage_between_decode_and_prefill_harms_no_handoff(
+    context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path
+) -> None:
+    cluster = Cluster.of(Settings())
+    prefill, decode = cluster.prefills[0], cluster.decodes[0]
+    router, stranger = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+    router.bind(f"ipc://{tmp_path}/p")
+    stranger.connect(f"ipc://{tmp_path}/p")
+    link = PrefillLink(prefill, router, 0)
+    other = DecodeLink(decode, context, lambda socket: None)
+    one = start(cluster, "a", 200)
+    partner = one.prefill
+    assert partner is not None
+    one = Start(
+        request="a", tokens=one.tokens, sampling=one.sampling,
+        prefill=type(partner)(partner.name, f"ipc://{tmp_path}/p", partner.incarnation),
+    )  # fmt: skip
+    said = decode.step([one], 0.0)
+    for frame in garbage(tmp_path):
+        stranger.send(frame)
+    stranger.send_multipart([b"a", b"b", b"c"])
+    now = 0.0
+    while not any(isinstance(message, Ended) for message in said):
+        now += 0.01
+        assert now < 100, "it does not end"
+        other.say()
+        link.hear(now)
+        prefill.step([], now)
+        link.say()
+        other.hear(now)
+        said = decode.step([], now)
+    (end,) = (message for message in said if isinstance(message, Ended))
+    assert end.outcome == Completed("length") and not (tmp_path / "owned").exists()
+    assert not stranger.poll(0), "nobody answers garbage"
+    other.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_flipped_bytes_are_refused_or_mean_another_word(seed: int) -> None:
+    """Whatever a frame becomes, it parses to a word within its bounds, or not at all."""
+    import msgspec
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    frame = words.encode(
+        words.Offer(
+            session=5, settled=0, number=1, tokens=list(range(40)), tenant="t", salt="",
+            prompt_logprobs=3, first_page=0, pages=[1, 2, 3],
+        )
+    )  # fmt: skip
+    parsed = 0
+    for _ in range(2000):
+        changed = bytearray(frame)
+        for _ in range(1 + int(rng.integers(3))):
+            changed[int(rng.integers(len(changed)))] = int(rng.integers(256))
+        try:
+            word = words.decode_from_decode(bytes(changed))
+        except (msgspec.MsgspecError, RecursionError):
+            continue
+        parsed += 1
+        assert not isinstance(word, words.Offer) or all(page >= 1 for page in word.pages)
+    assert parsed > 0
