@@ -20,6 +20,7 @@ from stanchion.core.messages import Start
 from stanchion.core.outcome import Leaver, Outcome
 from stanchion.gateway.fleet import Fleet
 from stanchion.gateway.ledger import Ticket
+from stanchion.gateway.serve import only
 
 
 @dataclass
@@ -47,13 +48,16 @@ async def cluster(config: Config) -> AsyncIterator[Cluster]:
         fleet = Fleet(gateway_settings(config, (), ""), f"ipc://{folder}/join")
         environment = worker_environment(config, "")
         supervisor = Supervisor(config, f"ipc://{folder}", environment, fleet)
-        async with fleet.running(), supervisor.running():
-            await _until_complete(fleet)
-            try:
-                yield Cluster(fleet, supervisor)
-            finally:
-                fleet.drain()
-                fleet.drain_prefill()
+        try:
+            async with fleet.running(), supervisor.running():
+                await _until_complete(fleet)
+                try:
+                    yield Cluster(fleet, supervisor)
+                finally:
+                    fleet.drain()
+                    fleet.drain_prefill()
+        except BaseExceptionGroup as group:
+            raise only(group) from group
 
 
 async def _until_complete(fleet: Fleet) -> None:

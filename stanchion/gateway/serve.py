@@ -68,12 +68,12 @@ async def serve(
                     async with supervise(fleet) if supervise else contextlib.nullcontext():
                         return await served.until_stopped(listener, vocabulary, url, on_started)
         except BaseExceptionGroup as group:
-            raise _only(group) from group
+            raise only(group) from group
         finally:
             app.close()
 
 
-def _only(error: BaseException) -> BaseException:
+def only(error: BaseException) -> BaseException:
     """Task groups wrap what was raised inside; a caller wants the one error itself."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]

@@ -29,7 +29,7 @@ TINY = handoff.Sizes(
     nixl_pool=memory.Sizes(layers=1, pages=4, write_pages=4, repeats=1),
     ttft_prompt=96,
     ttft_repeats=1,
-    long_prompts=storm.Sizes(2, 8, 6, prompt=64, every_s=0.05, repeats=1),
+    long_prompts=storm.Sizes(2, 8, 64, prompt=64, every_s=0.05, repeats=1),
     safety=TRAFFIC,
     safety_pairs=2,
     check=TRAFFIC,

@@ -1,0 +1,88 @@
+"""`stanchion verify` over real processes: it passes what is right, and fails what is not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stanchion.cli.drive import Answer
+from stanchion.cli.main import main
+from stanchion.cli.plan import Asked
+from stanchion.cli.storm import Expected, Oracle, starts, wrong
+from stanchion.cli.verify import run
+from stanchion.core.config import Config, load
+from stanchion.core.outcome import Cancelled, Completed
+
+PRESSURE = [
+    "cluster.prefill=2", "cluster.decode=1", "cluster.prefill_deadline_s=0.06",
+    "lab.slow_transfer_ms=30", "kv.memory_gib=0.001",
+]  # fmt: skip
+TRAFFIC = Asked(seed=3, requests=600, context=600, variety=200, concurrency=32)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Expected]:
+    oracle = Oracle(page_tokens=16, draft_tokens=3, top_k=None, context=600)
+    return [oracle.answer(start) for start in starts(1, 20, 600)]
+
+
+def test_pd_passes_under_pressure_and_says_what_was_met(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    flags = ["--prefill", "1", "--decode", "1", "--requests", "300", "--variety", "100"]
+    more = ["--context", "400", "--kv-check", "full", "--json", str(file)]
+    assert main(["verify", *flags, *more]) == 0
+    said = json.loads(file.read_text())
+    assert said["passed"] and said["report"]["requests"] == 300
+    assert said["report"]["kv_bytes_sent"] > 0 and said["wrong"] == []
+    assert sum(said["outcomes"].values()) == 300
+
+
+def test_a_worker_that_dies_and_one_that_hangs_cost_no_right_answer() -> None:
+    config = load(Config(), "", [*PRESSURE, "cluster.silence_s=1", "lab.slow_transfer_ms=0"])
+    report = run(config, replace(TRAFFIC, kills=1, stops=1), quiet=True)
+    assert report.passed, (report.wrong[:1], report.lost)
+    assert report.kills == report.stops == 1 and report.restarts >= 1
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_the_failpoint_brings_fault_1_back() -> None:
+    traffic = replace(TRAFFIC, requests=4000)
+    faulty = load(Config(), "", [*PRESSURE, "lab.failpoints=release_before_drained"])
+    assert run(faulty, traffic, quiet=True).wrong_count > 0
+    right = run(load(Config(), "", PRESSURE), traffic, quiet=True)
+    assert right.passed, (right.wrong[:1], right.lost)
+
+
+def test_a_broken_setup_is_told_apart() -> None:
+    flags = ["--prefill", "1", "--decode", "1", "--requests", "10"]
+    assert main(["verify", *flags, "--failpoint", "no_such"]) == 2
+    assert main(["verify", "--prefill", "1", "--requests", "10"]) == 2
+
+
+def test_every_difference_is_seen(expected: list[Expected]) -> None:
+    one = max(expected, key=lambda found: len(found.tokens))
+    right = Answer(list(one.tokens), list(one.logprobs), [], list(one.record), 0, one.outcome)
+    assert wrong(one, right) is None
+    token = replace(right, tokens=[*one.tokens[:-1], one.tokens[-1] ^ 1])
+    logprob = replace(right, logprobs=[*one.logprobs[:-1], 0.5])
+    drafts = replace(right, draft_record=[*one.record[:-1], ([1, 2, 3], 0)])
+    short = replace(right, tokens=one.tokens[:-1], logprobs=one.logprobs[:-1])
+    ending = replace(
+        right, outcome=Completed("stop" if one.outcome.reason == "length" else "length")
+    )  # type: ignore[union-attr]
+    for answer in (token, logprob, drafts, short, ending):
+        assert wrong(one, answer) is not None
+    found = wrong(one, token)
+    assert found is not None and found.at == len(one.tokens) - 1
+    part = Answer(one.tokens[:2], one.logprobs[:2], [], None, 0, Cancelled("client"))
+    assert wrong(one, part) is None
+    foreign = Answer([1, 2], one.logprobs[:2], [], None, 0, Cancelled("client"))
+    assert wrong(one, foreign) is not None
+
+
+def test_the_same_seed_draws_the_same_requests() -> None:
+    assert list(starts(5, 8, 300)) == list(starts(5, 8, 300)) != list(starts(6, 8, 300))
