@@ -24,7 +24,36 @@ on every Tick until it is answered; prefill answers from where it stands.
 pages, with a lost or repeated message, a client that leaves, a prefill that dies or is stopped with
 its writes still on the way. It shows that the old machines break the promise: unpin on abort, unpin
 on a timeout, source freed early, acknowledged when received, Cancel forgotten before its Offer,
-Cancel ignored.
+Cancel ignored, a failed write taken for one that has ended. `sim/hunt` runs whole clusters of the
+real parts, with real sessions.
+
+### Evidence
+
+| transport | what is evidence |
+|---|---|
+| shm | Written or Drained; or the end of the writer's process, seen on a pidfd. Unmapping at the target revokes nothing |
+| nixl over TCP | Written or Drained; or the target's agent for that peer deleted. Neither the writer's end nor a released handle, a deregistered region or a removed remote agent is: [measured](nixl-fence.md) |
+| nixl over anything else | Written or Drained alone, until a fence is shown to work there: pages of a lost peer stay in quarantine |
+
+A write that fails at its source is `stray`: its bytes may still arrive. Prefill then says Lost, not
+Drained, and decode fences: over TCP by itself, in shared memory by asking for the peer's end.
+
+### Sessions
+
+Decode opens a session with `Meet` (who it is, where its pool lies, the number of the attempt), and
+prefill answers `Met` with that number. Every other word names its session; one of any other session
+is answered `Stranger` and has no effect.
+
+* Prefill ends a session when its decode was silent or came back as a new process, and only once all
+  its handoffs are closed. So the answer to a later attempt is evidence for the earlier session.
+* An answer to an earlier attempt says nothing: it is dropped. (Taking it for a new session was a
+  fault of ours, which the hunt found: handoffs in flight were taken for drained.)
+* A `Meet` with another invitation says that decode has fenced the earlier one. A session with a lost
+  handoff ends in no other way.
+* `settled`, on every word of decode's, says below which number it will ask nothing more: prefill
+  remembers closed handoffs until then, and a late Offer below it is not even answered.
+* A pid means nothing on another machine or in another space of process ids: `Met` names its host,
+  and over shared memory a pair that does not share one is not used.
 """
 
 

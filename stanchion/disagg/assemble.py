@@ -83,6 +83,7 @@ class ShmPool:
 
     arena: Arena
     layout: Layout
+    local: bool = True
 
     def invitation(self, peer: int) -> Invitation:
         return shm_invitation(self.arena, self.layout)
@@ -100,6 +101,7 @@ class NixlPool:
     target: NixlTarget
     invited: dict[int, None] = field(default_factory=dict)
     unproven: dict[int, None] = field(default_factory=dict)
+    local: bool = False
 
     def invitation(self, peer: int) -> Invitation:
         self.invited[peer] = None

@@ -144,14 +144,14 @@ class DecodeSide:
         if not isinstance(word, Unfit | Stranger | Met) and word.session != peer.session:
             return  # of an earlier session: it was settled when that ended
         match word:
-            case Met() if word.incarnation == peer.partner.incarnation and word.host == self.host:
-                self._met(peer, word)
-            case Met():
-                said = "is another process by now"
-                if word.host != self.host:
-                    said = "is on another machine, or in another space of process ids"
-                self._unreachable(peer, said)
+            case Met() if word.incarnation != peer.partner.incarnation:
+                self._unreachable(peer, "is another process by now")
                 return
+            case Met() if word.host != self.host and self.target.local:
+                self._unreachable(peer, "is on another machine, or cannot see our processes")
+                return
+            case Met():
+                self._met(peer, word)
             case Unfit() if word.incarnation != peer.partner.incarnation:
                 self._unreachable(peer, "is another process by now")
                 return
@@ -195,7 +195,8 @@ class DecodeSide:
             if receiving.session is not None:
                 self._drained(receiving, PeerLost(f"{peer.partner.name} ended an earlier session"))
         peer.session = word.session
-        self.watch(word.incarnation, word.pid)
+        if word.host == self.host:  # a pid means nothing elsewhere
+            self.watch(word.incarnation, word.pid)
         for receiving in list(peer.handoffs.values()):
             self._offer(receiving)
 

@@ -14,7 +14,11 @@ from stanchion.kv.transfer.words import Invitation
 
 
 class Target(Protocol):
-    """Our pool, as peers may write to it. A peer is known by its incarnation."""
+    """Our pool, as peers may write to it. A peer is known by its incarnation. `local`: only the
+    end of a peer's process is a fence, so that it must be one that we can watch."""
+
+    @property
+    def local(self) -> bool: ...
 
     def invitation(self, peer: int) -> Invitation:
         """For this peer, until it is fenced."""

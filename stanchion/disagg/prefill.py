@@ -330,7 +330,8 @@ class PrefillSide:
         """The engine is done with the prompt: send what is left of it, and seal."""
         sending.cached_tokens = ended.cached_tokens
         if not isinstance(ended.outcome, Completed):
-            sending.outcome = ended.outcome
+            if sending.state.phase == "open":  # else we had it aborted, and know better why
+                sending.outcome = ended.outcome
             self._feed(session, sending, h.Abort())
         elif sending.state.phase == "open":
             tokens = sending.prompt_tokens

@@ -59,6 +59,7 @@ class Pool:
     pages: int
     fences: bool
     invited: dict[int, int] = field(default_factory=dict)  # peer -> invitation
+    local: bool = True
 
     def invitation(self, peer: int) -> Invitation:
         number = self.invited[peer] = next(self.numbers)
