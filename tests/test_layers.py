@@ -171,8 +171,9 @@ def test_the_gateway_and_the_simulator_run_without_torch() -> None:
     blocked = "import sys; sys.modules['torch'] = sys.modules['numba'] = None\n"
     imported = "import stanchion.gateway.serve, stanchion.sim.choices, stanchion.cli.main\n"
     imported += "import stanchion.cli.serve, stanchion.cli.chat\n"
-    imported += "import stanchion.disagg.handoff, stanchion.engine.scheduler, stanchion.engine.loop\n"
-    imported += "import stanchion.disagg.prefill, stanchion.disagg.decode, stanchion.sim.hunt\n"
+    imported += "import stanchion.engine.scheduler, stanchion.engine.loop\n"
+    imported += "import stanchion.disagg.handoff, stanchion.disagg.prefill\n"
+    imported += "import stanchion.disagg.decode, stanchion.sim.hunt\n"
     imported += "import stanchion.cli.supervisor, stanchion.cli.plan"
     done = subprocess.run(
         [sys.executable, "-c", blocked + imported], capture_output=True, text=True, check=False

@@ -26,6 +26,7 @@ from stanchion.core.errors import Bug
 T = TypeVar("T")
 Mark = int  # a place in one stream's order
 Pages = NDArray[np.int32]
+CROWD = 8
 
 
 class Queue(Protocol):
@@ -66,6 +67,7 @@ class Guarded(Generic[T]):
         self._writes: list[Access] = []
         self._reads: list[Access] = []
         self._open: list[Opened] = []
+        self._crowded = CROWD  # accesses from which on it is worth to drop those that are over
 
 
 class View(Generic[T]):
@@ -113,8 +115,9 @@ class Passage(Generic[T]):
         self._view.close()
         value._open.remove(opened)
         accesses = value._writes if opened.writes else value._reads
-        if accesses:
+        if len(accesses) >= value._crowded:
             accesses[:] = [one for one in accesses if not one.stream.queue.passed(one.mark)]
+            value._crowded = 2 * len(accesses) + CROWD
         queue = opened.stream.queue
         mark = queue.mark()
         if not queue.passed(mark):

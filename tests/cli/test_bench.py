@@ -30,11 +30,10 @@ TINY = handoff.Sizes(
     ttft_prompt=96,
     ttft_repeats=1,
     long_prompts=storm.Sizes(2, 8, 64, prompt=64, every_s=0.05, repeats=1),
-    safety=TRAFFIC,
-    safety_pairs=2,
-    check=TRAFFIC,
-    check_pairs=1,
-    check_hashed_pairs=1,
+    embedded=TRAFFIC,
+    embedded_pairs=1,
+    hashed=TRAFFIC,
+    hashed_pairs=1,
 )
 
 

@@ -81,6 +81,18 @@ class Mover:
                 open_ -= 1
         return self.source.bytes / (time.perf_counter() - began) / 2**30
 
+    def page_copy_rate(self, destination: Bytes) -> float:
+        """The same, by one memcpy for each page of each buffer."""
+        source, layout = self.source, self.source.layout
+        memory, pairs = source.arena.memory, list(zip(self._from.tolist(), self._to.tolist()))
+        began = time.perf_counter()
+        for place in layout.buffers.values():
+            size = place.row_bytes * PAGE_TOKENS
+            for ours, theirs in pairs:
+                here, there = place.offset + ours * size, place.offset + theirs * size
+                destination[there : there + size] = memory[here : here + size]
+        return source.bytes / (time.perf_counter() - began) / 2**30
+
 
 def mapped(invitation: Invitation) -> Bytes:
     """The target's memory, once more, for a copy without a transfer."""
@@ -96,14 +108,3 @@ def copy_rate(source: Source, destination: Bytes) -> float:
     began = time.perf_counter()
     np.copyto(destination[:size], source.arena.memory[:size])
     return size / (time.perf_counter() - began) / 2**30
-
-
-def page_copy_rate(source: Source, destination: Bytes) -> float:
-    """The same, by one memcpy for each page of each buffer."""
-    memory = source.arena.memory
-    began = time.perf_counter()
-    for place in source.layout.buffers.values():
-        size = place.row_bytes * PAGE_TOKENS
-        for at in range(place.offset, place.offset + size * source.sizes.pages, size):
-            destination[at : at + size] = memory[at : at + size]
-    return source.bytes / (time.perf_counter() - began) / 2**30

@@ -121,7 +121,7 @@ class Courier(Generic[T]):
         return self._book.submitted
 
     def passed(self, mark: Mark) -> bool:
-        self._hear()
+        """As of the last poll: a page is nobody else's before its owner has heard of the end."""
         return self._book.passed(mark)
 
     def wait(self, other: Queue, mark: Mark) -> None:
