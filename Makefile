@@ -8,7 +8,7 @@ FIND_PYTHON = for p in python3.11 python3.12 python3.13 python3; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done
 ARGS ?=
 
-.PHONY: help setup serve test soak check bench sim clean
+.PHONY: help setup nixl serve test soak check bench sim hunt clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -25,6 +25,11 @@ $(READY): pyproject.toml
 	@$(PYTHON) -m pip install --quiet --disable-pip-version-check -e '.[engine,dev]'
 	@touch $@
 
+# nixl itself asks for more than one CUDA's libraries: without its dependencies it takes the one below.
+nixl: $(READY)  ## add the NIXL transport (220 MB); its tests and benchmark skip without
+	@$(PYTHON) -m pip install --quiet --disable-pip-version-check nixl-cu13==1.5.1
+	@$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps nixl==1.5.2
+
 serve: $(READY)  ## serve the embedded model on http://127.0.0.1:8000 (ARGS="--port 9000 ...")
 	@exec $(VENV)/bin/stanchion serve $(ARGS)
 
@@ -40,11 +45,15 @@ check: $(READY)  ## format, lint, types, layers
 	@$(VENV)/bin/mypy
 	@$(PYTHON) -m pytest tests/test_layers.py tests/core tests/kv tests/device/test_stream.py
 
-bench: $(READY)  ## all benchmarks, shortened (ARGS="--json out.json")
-	@$(VENV)/bin/stanchion bench engine --quick $(ARGS)
+bench: $(READY)  ## all benchmarks, shortened (one of them, in full: stanchion bench NAME --json FILE)
+	@$(VENV)/bin/stanchion bench engine --quick
+	@$(VENV)/bin/stanchion bench handoff --quick
 
 sim: $(READY)  ## one storm on the hash model, replayed from SEED
 	@$(PYTHON) -m pytest tests/engine/test_storm.py -s -k one_seed --seed $(or $(SEED),7)
+
+hunt: $(READY)  ## simulated clusters by the thousand (ARGS="--requests 1000000 --seed N")
+	@$(PYTHON) runs/hunt.py $(ARGS)
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,16 @@ def test_a_worker_that_dies_and_one_that_hangs_cost_no_right_answer() -> None:
     report = run(config, replace(TRAFFIC, kills=1, stops=1), quiet=True)
     assert report.passed, (report.wrong[:1], report.lost)
     assert report.kills == report.stops == 1 and report.restarts >= 1
+
+
+def test_the_same_over_nixl() -> None:
+    if find_spec("nixl") is None:
+        pytest.skip("nixl is not installed: make nixl")
+    sets = ["cluster.prefill=1", "cluster.decode=1", "cluster.transport=nixl", "kv.check=full"]
+    config = load(Config(), "", [*sets, "kv.memory_gib=0.002", "cluster.silence_s=2"])
+    report = run(config, replace(TRAFFIC, requests=400, kills=1, stops=1), quiet=True)
+    assert report.passed, (report.wrong[:1], report.lost)
+    assert report.kv_bytes_sent > 0
 
 
 @pytest.mark.soak

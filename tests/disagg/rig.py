@@ -51,6 +51,7 @@ class Settings:
     times: Times = TIMES
     slow_ms: float = 0.0
     poison: bool = False
+    transport: str = "shm"
     failpoints: tuple[str, ...] = ()
 
 
@@ -63,6 +64,7 @@ def post(role: str, name: str, number: int, settings: Settings) -> Post:
         identity=identity,
         times=settings.times,
         check=settings.check,
+        transport=settings.transport,
         slow_transfer_ms=settings.slow_ms,
         failpoints=frozenset(settings.failpoints),
     )  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from importlib.util import find_spec
 
 import msgspec
 import numpy as np
@@ -122,6 +123,15 @@ def settings_of(seed: int, slow_ms: float) -> Settings:
 @pytest.mark.parametrize("seed", range(6))
 def test_a_storm_gives_every_answer_right(seed: int) -> None:
     run_storm(seed, 150, settings_of(seed, slow_ms=2.0))
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(3, marks=pytest.mark.soak)])
+def test_a_storm_over_nixl(seed: int) -> None:
+    """Where a peer is cut off by its target, and its writes then fail at their source."""
+    if find_spec("nixl") is None:
+        pytest.skip("nixl is not installed: make nixl")
+    settings = replace(settings_of(seed, slow_ms=0.0), transport="nixl", check="full")
+    run_storm(seed, 60, settings, trouble=8)
 
 
 @pytest.mark.soak
