@@ -62,7 +62,9 @@ def serve(config: Config, api_keys: tuple[str, ...], peer_key: str = "") -> int:
 
 
 def gateway_settings(config: Config, api_keys: tuple[str, ...], peer_key: str) -> GatewaySettings:
-    gateway = config.gateway
+    gateway, cluster = config.gateway, config.cluster
+    # Were there nobody else, a worker in a long step would be better than none.
+    alone = len(wanted(cluster)) == 1 and not cluster.join
     return GatewaySettings(
         host=gateway.host,
         port=gateway.port,
@@ -70,7 +72,8 @@ def gateway_settings(config: Config, api_keys: tuple[str, ...], peer_key: str) -
         served_model_name=gateway.served_model_name,
         in_flight_max=gateway.in_flight_max,
         drain_s=gateway.drain_s,
-        worker_silence_s=max(WORKER_SILENCE_S, config.cluster.silence_s),
+        worker_silence_s=max(WORKER_SILENCE_S, cluster.silence_s),
+        suspect_s=max(cluster.suspect_s, cluster.silence_s) if alone else cluster.suspect_s,
         peer_key=peer_key,
     )
 

@@ -66,6 +66,9 @@ class Cluster:
         float, "from a request's arrival to the last of its KV on decode; 0 means none"
     ] = 0.0
     silence_s: Annotated[float, "a peer that is silent for so long is suspected, and killed"] = 10.0
+    suspect_s: Annotated[
+        float, "a worker that is silent for so long gets nothing new, where others could take it"
+    ] = 1.5
     drain_s: Annotated[float, "a cancelled handoff may take so long before its peer is"] = 60.0
     restarts_max: Annotated[int, "restarts of one worker within a minute before giving up"] = 5
 
@@ -138,6 +141,7 @@ def check(config: Config) -> None:
         raise ConfigError("cluster.prefill and cluster.decode: a pair needs at least one of each")
     _within("cluster.prefill_deadline_s", cluster.prefill_deadline_s, 0.0, 86400.0)
     _within("cluster.silence_s", cluster.silence_s, 0.5, 3600.0)
+    _within("cluster.suspect_s", cluster.suspect_s, 0.3, 3600.0)
     _within("cluster.drain_s", cluster.drain_s, 0.5, 86400.0)
     _within("cluster.restarts_max", cluster.restarts_max, 0, 1000)
     _within("lab.slow_transfer_ms", config.lab.slow_transfer_ms, 0.0, 60_000.0)
