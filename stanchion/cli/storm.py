@@ -1,7 +1,7 @@
 """Traffic of the hash model, each request with the answer that it gets alone. Seeded, no I/O.
 
 Requests are drawn from a finite variety, so that each answer is worked out once, and so that
-prompts are met in caches. Lengths are mostly short, and now and then as long as is allowed.
+prompts are met in caches. Most are short; one in fifty is as long as is allowed.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ def starts(seed: int, variety: int, context_max: int) -> Iterator[Start]:
     longest = max(context_max - ANSWER_TOKENS_MAX, 2)
     prefixes = [rng.integers(32, 127, longest) for _ in range(PREFIXES)]
     for at in range(variety):
-        most = longest if rng.integers(LONG_ONE_IN) == 0 else min(SHORT_TOKENS_MAX, longest)
-        length = int(rng.integers(1, most))
+        length = int(rng.integers(1, min(SHORT_TOKENS_MAX, longest)))
+        if at % LONG_ONE_IN == 0:
+            length = longest
         tail = int(rng.integers(1, min(48, length + 1)))
         prefix = prefixes[int(rng.integers(PREFIXES))][: length - tail]
         tokens = [*prefix.tolist(), *rng.integers(32, 127, tail).tolist()]

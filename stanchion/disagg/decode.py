@@ -377,6 +377,9 @@ class DecodeSide:
                     self._forget(peer)
                 continue
             silent = now - peer.heard_at > self.times.silence_s
+            if silent and not peer.handoffs:
+                self._forget(peer)
+                continue
             if peer.session is None:
                 self._meet(peer)
                 if silent:
