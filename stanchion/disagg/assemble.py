@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -50,12 +50,16 @@ class Post:
     failpoints: frozenset[str] = frozenset()
 
 
+class Sends(Protocol):
+    def send(self, write: Write) -> None: ...
+
+
 @dataclass
 class TransferLane:
     """A transfer, and the doors of our own pages in front of it."""
 
     transfer: Transfer
-    sender: Sender
+    sender: Sends
 
     @property
     def bytes_sent(self) -> int:

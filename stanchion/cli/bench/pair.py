@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from stanchion.core.messages import Abort, Ended, FromWorker, Partner, Role, Start, Tokens
 from stanchion.disagg.assemble import Post, TransferLane, arena_for, decode_side, prefill_side
@@ -102,7 +101,7 @@ def build(
     assert isinstance(prefill.lane, TransferLane)
     transfer = prefill.lane.transfer
     if unsafe:
-        prefill.lane = Doorless(transfer)
+        prefill.lane = TransferLane(transfer, Doorless(transfer))
         parts[0].runner.on_rows = partial(_rows_ready_unpinned, prefill)
     return Pair(prefill, decode, transfer)
 
@@ -241,34 +240,14 @@ class Held:
 # ---- the unsafe way -------------------------------------------------------------------------
 
 
-class Submits(Protocol):
-    def submit(self, write: Write) -> None: ...
-
-
 @dataclass
 class Doorless:
-    """A transfer with no doors in front of it."""
+    """Submits writes with no doors in front of them."""
 
     transfer: Transfer
 
-    @property
-    def bytes_sent(self) -> int:
-        return self.transfer.bytes_sent
-
-    def connect(self, peer: int, invitation: Invitation) -> None:
-        self.transfer.connect(peer, invitation)
-
-    def disconnect(self, peer: int) -> None:
-        self.transfer.disconnect(peer)
-
     def send(self, write: Write) -> None:
         self.transfer.submit(write)
-
-    def cut(self, numbers: Sequence[int]) -> None:
-        self.transfer.cut(numbers)
-
-    def poll(self) -> list[WriteEnded]:
-        return self.transfer.poll()
 
 
 def _rows_ready_unpinned(
