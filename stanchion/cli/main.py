@@ -14,6 +14,7 @@ from stanchion.core.config import Config, check, describe
 from stanchion.core.errors import ConfigError, ServeError
 from stanchion.core.messages import ROLES
 from stanchion.core.peerkey import beyond_loopback, check_address
+from stanchion.core.request import NAME_CHARACTERS_MAX
 
 SERVE = """\
 Serve a model over an OpenAI-compatible API.
@@ -199,6 +200,8 @@ def _run_worker(arguments: argparse.Namespace) -> int:
             f"--listen {arguments.listen}: a gateway at {arguments.join} may be on another "
             "machine and could not reach this worker; give --listen tcp://HOST of this machine"
         )
+    if arguments.name is not None and not 0 < len(arguments.name) <= NAME_CHARACTERS_MAX:
+        raise ConfigError(f"--name must have 1 to {NAME_CHARACTERS_MAX} characters")
     plan = WorkerPlan(
         name=arguments.name or f"{arguments.role}-{os.uname().nodename[:64]}-{os.getpid()}",
         role=arguments.role,

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from stanchion.core.config import Config
+from stanchion.core.errors import ConfigError
 from stanchion.core.messages import Role
 
 
@@ -38,6 +39,18 @@ class Asked:
     abort_one_in: int = 8
     kills: int = 0
     stops: int = 0
+
+    def check(self) -> None:
+        """Raise ConfigError for what would test nothing, or never end."""
+        least = {"context": 64, "variety": 1, "concurrency": 1, "seed": 0}
+        for name in ("context", "variety", "concurrency", "seed", "abort_one_in", "kills", "stops"):
+            if getattr(self, name) < least.get(name, 0):
+                flag = name.replace("_", "-")
+                raise ConfigError(f"--{flag} must be at least {least.get(name, 0)}")
+        if self.requests is not None and self.requests < 1:
+            raise ConfigError("--requests must be at least 1")
+        if self.minutes is not None and not 0 < self.minutes < 1e6:
+            raise ConfigError("--minutes must be above 0")
 
 
 encode = msgspec.json.encode

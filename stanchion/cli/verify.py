@@ -33,6 +33,7 @@ from rich.progress import (
 from stanchion.cli.drive import Answer, Cluster, ask, cluster
 from stanchion.cli.plan import Asked
 from stanchion.cli.storm import Expected, Oracle, Wrong, digest, starts, wrong
+from stanchion.cli.supervisor import Process
 from stanchion.core.config import Config
 from stanchion.core.errors import ConfigError, Overloaded, PeerLost
 from stanchion.core.messages import Progress as Said
@@ -41,6 +42,7 @@ from stanchion.core.outcome import OutputSuspect
 
 SETTLE_S = 60.0
 KEPT_WRONG = 20
+TROUBLE_UNTIL = 0.9  # of the storm: the rest shows that all is well again
 LEAVE_S = 0.1  # a client that leaves does so after this long, on average
 PAUSE_S, PAUSE_S_MAX = 0.05, 1.0
 RESTARTS_MAX = 1000
@@ -77,6 +79,7 @@ def verify(config: Config, asked: Asked, json_file: str | None) -> int:
     if asked.requests is None and asked.minutes is None:
         asked = replace(asked, requests=2000)
     try:
+        asked.check()
         report = run(config, asked)
     except (ConfigError, OSError) as error:
         print(f"stanchion: verify could not run: {error}", file=sys.stderr)
@@ -186,13 +189,14 @@ class _Run:
     ) -> Answer:
         """As a client does: who is refused waits, and asks again."""
         pause_s = PAUSE_S
-        while True:
+        while not running.fleet.failed:
             try:
                 return await ask(running.fleet, start, leave_after_s)
             except (Overloaded, PeerLost) as error:
                 self.report.outcomes[f"refused, and asked again: {type(error).__name__}"] += 1
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, PAUSE_S_MAX)
+        raise ConfigError(running.fleet.failed)
 
     # ---- trouble ----------------------------------------------------------------------------
 
@@ -201,21 +205,29 @@ class _Run:
         asked, rng = self.asked, np.random.default_rng([self.asked.seed, 1 << 20])
         whats = ["kill"] * asked.kills + ["stop"] * asked.stops
         rng.shuffle(whats)
-        most = asked.requests or 0
-        moments = sorted(rng.integers(0, max(most - asked.concurrency, 1), len(whats)).tolist())
+        moments = sorted(rng.uniform(0.0, TROUBLE_UNTIL, len(whats)).tolist())
         for what, moment in zip(whats, moments):
-            while self.given < moment:
+            while self._progress() < moment or not (there := _there(running)):
                 await asyncio.sleep(0.02)
-            names = sorted(running.supervisor.processes)
-            process = running.supervisor.processes[names[int(rng.integers(len(names)))]]
+            process = there[int(rng.integers(len(there)))]
             if what == "kill":
                 self.report.kills += 1
                 process.send(signal.SIGKILL)
+                await process.over.wait()
                 continue
             self.report.stops += 1
             process.send(signal.SIGSTOP)
-            await asyncio.sleep(float(rng.uniform(0.1, 1.5 * self.config.cluster.silence_s)))
-            process.send(signal.SIGCONT)
+            try:
+                await asyncio.sleep(float(rng.uniform(0.1, 1.5 * self.config.cluster.silence_s)))
+            finally:
+                process.send(signal.SIGCONT)
+
+    def _progress(self) -> float:
+        """How much of the storm is over, 0 to 1."""
+        asked, left_s = self.asked, self.ends_at - time.monotonic()
+        by_count = self.given / asked.requests if asked.requests else 0.0
+        by_time = 1 - left_s / (60 * asked.minutes) if asked.minutes else 0.0
+        return max(by_count, by_time)
 
     # ---- afterwards -------------------------------------------------------------------------
 
@@ -240,6 +252,16 @@ class _Run:
             if said is not None:
                 report.kv_bytes_sent += said.kv_bytes_sent
                 report.deadlines += said.deadlines
+
+
+def _there(running: Cluster) -> list[Process]:
+    """The processes that have joined, and are not known to have ended."""
+    found = []
+    for name, process in sorted(running.supervisor.processes.items()):
+        hello = running.fleet.who_is(name)
+        if hello is not None and hello.pid == process.pid and not process.over.is_set():
+            found.append(process)
+    return found
 
 
 def _leftovers(running: Cluster) -> list[str]:

@@ -16,7 +16,7 @@ from stanchion.cli import plan as plans
 from stanchion.cli.plan import WorkerPlan
 from stanchion.cli.settings import model_folder
 from stanchion.core.config import Config
-from stanchion.core.errors import ServeError
+from stanchion.core.errors import ConfigError, ServeError
 from stanchion.core.messages import Abort, Hello, Join, Start
 from stanchion.core.peerkey import check_address, connect_with, serve_with
 from stanchion.core.request import Sampling
@@ -65,6 +65,7 @@ def _run(plan: WorkerPlan, peer_key: str) -> int:
     parts, hello = build(plan, engine_failpoints)
     context: zmq.Context[Socket] = zmq.Context()
     socket, address = _bound(context, plan, "w", peer_key)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a gateway that is gone is to be noticed
     post = Post(
         role=plan.role,
         name=plan.name,
@@ -128,10 +129,13 @@ def _bound(
     socket.setsockopt(zmq.LINGER, 1000)
     socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
     serve_with(socket, peer_key)
-    if plan.listen.startswith("ipc://"):
-        socket.bind(f"{plan.listen}/{kind}{os.getpid()}")
-    else:
-        socket.bind(f"{plan.listen}:*")
+    unix = plan.listen.startswith("ipc://")
+    place = f"{plan.listen}/{kind}{os.getpid()}" if unix else f"{plan.listen}:*"
+    try:
+        socket.bind(place)
+    except zmq.ZMQError as error:
+        wanted = "a folder that is there" if unix else "tcp://HOST, without a port"
+        raise ConfigError(f"--listen {plan.listen}: {error}; it must be {wanted}") from None
     return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
@@ -141,8 +145,11 @@ def _joining(context: zmq.Context[Socket], plan: WorkerPlan, join: Join, peer_ke
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
     connect_with(socket, peer_key)
-    socket.connect(plan.join)
-    return Joining(socket, join)
+    try:
+        socket.connect(plan.join)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"--join {plan.join}: {error}; it must be like tcp://HOST:PORT") from None
+    return Joining(socket, join, plan.join)
 
 
 def build(plan: WorkerPlan, failpoints: frozenset[str]) -> tuple[Parts, Hello]:
@@ -173,6 +180,7 @@ def build(plan: WorkerPlan, failpoints: frozenset[str]) -> tuple[Parts, Hello]:
             **model.schema.described(),
             "draft_tokens": str(limits.draft_tokens),
             "kv_check": config.kv.check,
+            "context_max": str(parts.engine.served.context_max),
             "transport": config.cluster.transport,
             "version": version("stanchion"),
         },

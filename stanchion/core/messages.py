@@ -158,6 +158,7 @@ class Progress(Struct, frozen=True, kw_only=True, tag="progress"):
     pages_quarantined: int = 0  # never used again by this process
     kv_bytes_sent: int = 0
     deadlines: int = 0  # requests cut off by the prefill deadline
+    draining: bool = False  # it takes nothing new
 
 
 class Drained(Struct, frozen=True, tag="drained"):
@@ -195,13 +196,16 @@ class Refused(Struct, frozen=True, tag="refused"):
     differences: list[str]
 
 
-def differences(ours: dict[str, str], theirs: dict[str, str]) -> list[str]:
+def differences(
+    ours: dict[str, str], theirs: dict[str, str], here: str = "here", there: str = "there"
+) -> list[str]:
     """Every field in which two identities differ, in words."""
     return [
-        f"{name}: {ours.get(name, 'absent')} here, {theirs.get(name, 'absent')} there"
+        f"{name}: {ours.get(name, 'absent')} {here}, {theirs.get(name, 'absent')} {there}"
         for name in sorted(ours.keys() | theirs.keys())
         if ours.get(name) != theirs.get(name)
     ]
+
 
 encode = msgspec.msgpack.encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode

@@ -19,7 +19,7 @@ from stanchion.core.messages import (
     Start,
     Suspected,
 )
-from stanchion.core.outcome import Cancelled, Outcome, OutputSuspect, PeerLost
+from stanchion.core.outcome import Cancelled, Outcome, OutputSuspect, PeerLost, Rejected
 from stanchion.disagg import handoff as h
 from stanchion.disagg.check import Check, rows_of
 from stanchion.disagg.peer import Peer, Receiving, Target, Times
@@ -118,8 +118,8 @@ class DecodeSide:
             peer = Peer(partner, now, self._next_attempt())
             self.peers[partner.incarnation] = peer
             self._meet(peer)
-        if peer.ended:
-            self._fail(request.name, PeerLost(f"prefill worker {partner.name} has ended"))
+        if peer.ended or peer.cut:
+            self._fail(request.name, PeerLost(f"prefill worker {partner.name} is gone"))
             return
         self._numbers += 1
         first_page = request.computed // self.engine.ready.page_tokens
@@ -179,26 +179,29 @@ class DecodeSide:
             case Lost():
                 if (known := peer.handoffs.get(word.number)) is not None:
                     self._lost(known, now)
-        peer.heard_at, peer.suspected_at = now, None
+        peer.heard_at = now
 
     def peer_ended(self, incarnation: int) -> None:
         """There is evidence: that life of a prefill worker writes no more, and cannot begin to."""
         peer = self.peers.get(incarnation)
         if peer is not None and not peer.ended:
             peer.ended = self._fenced(peer, "ended", ended=True)
+            peer.cut = not peer.ended
 
     def _met(self, peer: Peer, word: Met) -> None:
         if peer.session is not None or word.attempt != peer.attempt:
             return  # it comes late
-        # A new session of the same life: it closed all handoffs of the one before.
+        # If it is a new session of the same life, then all handoffs of those before are closed. If
+        # it is the one that we had, prefill has something to say of it: it is asked again.
         for receiving in list(peer.handoffs.values()):
-            if receiving.session is not None:
+            if receiving.session not in (None, word.session):
                 self._drained(receiving, PeerLost(f"{peer.partner.name} ended an earlier session"))
         peer.session = word.session
         if word.host == self.host:  # a pid means nothing elsewhere
             self.watch(word.incarnation, word.pid)
         for receiving in list(peer.handoffs.values()):
-            self._offer(receiving)
+            if receiving.session is None:
+                self._offer(receiving)
 
     def _next_attempt(self) -> int:
         self._attempts += 1
@@ -258,6 +261,9 @@ class DecodeSide:
 
     def _drained(self, receiving: Receiving, outcome: Outcome) -> None:
         if receiving.state.phase == "offered":
+            if isinstance(outcome, Rejected):  # there, not here: another one may take it
+                named = f"prefill worker {receiving.peer.partner.name} cannot take it"
+                outcome = PeerLost(f"{named}: {outcome.message}")
             self._fail(receiving.request.name, outcome)
         self._feed(receiving, h.Drained())
 
@@ -267,7 +273,8 @@ class DecodeSide:
             self._fail(receiving.request.name, PeerLost(f"a write of {writer} failed"))
             receiving.cancelled_at = now
             self._feed(receiving, h.Abort())
-        if receiving.number in receiving.peer.handoffs:
+        if receiving.number in receiving.peer.handoffs and self._may_suspect(receiving.peer, now):
+            receiving.peer.suspected_at = now
             self._feed(receiving, h.Lost())
 
     def _release(self, receiving: Receiving, outcome: Outcome) -> None:
@@ -321,6 +328,7 @@ class DecodeSide:
         if self._fenced(peer, "was cut off", ended=False):
             self._meet(peer)
             return
+        peer.cut = not self.target.local  # and nothing shows that it worked
         why = f"{open_} handoffs of it are open, and it does not answer"
         self._said.append(Suspected(partner.name, partner.incarnation, why))
 
@@ -364,6 +372,8 @@ class DecodeSide:
         said: list[FromWorker] = []
         for name in [name for name, due in self._due.items() if now >= due]:
             del self._due[name]
+            if not self.engine.waits_for_kv(name):
+                continue  # all of its prompt was found here
             ended = self.engine.fail(name, Cancelled("deadline"))
             self.deadlines += len(ended)
             said += ended
@@ -372,7 +382,7 @@ class DecodeSide:
     def _tick(self, now: float, away: float) -> None:
         for peer in list(self.peers.values()):
             peer.heard_at += away  # it was we who were not there to hear
-            if peer.ended:
+            if peer.ended or peer.cut:
                 if not peer.handoffs:
                     self._forget(peer)
                 continue

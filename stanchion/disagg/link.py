@@ -14,6 +14,7 @@ from typing import Protocol
 import msgspec
 import zmq
 
+from stanchion.core.messages import Partner
 from stanchion.disagg.decode import DecodeSide
 from stanchion.disagg.prefill import PrefillSide
 from stanchion.disagg.words import decode_from_decode, decode_from_prefill, encode
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 
 HEARD_MAX = 256  # frames taken from one socket at a time
 QUEUE_MAX = 4096  # frames waiting to be sent to one peer; what is over is lost, and asked for again
-FRAME_BYTES_MAX = 64 * 2**20
+FRAME_BYTES_MAX = 512 * 2**20
 Socket = zmq.Socket[bytes]
 Secure = Callable[[Socket], None]
 
@@ -84,9 +85,10 @@ class DecodeLink:
     secure: Secure
     _sockets: dict[int, Socket] = field(default_factory=dict)  # by incarnation
     _watches: dict[int, Watch] = field(default_factory=dict)
+    _ended: dict[int, None] = field(default_factory=dict)  # of peers that are not forgotten yet
 
     def watch(self, incarnation: int, pid: int) -> None:
-        if incarnation not in self._watches:
+        if incarnation not in self._watches and incarnation not in self._ended:
             self._watches[incarnation] = Watch(pid)
 
     def register(self, poller: zmq.Poller) -> None:
@@ -98,11 +100,13 @@ class DecodeLink:
     def hear(self, now: float) -> None:
         for incarnation, socket in self._sockets.items():
             self._hear(incarnation, socket, now)
-        for incarnation, watch in self._watches.items():
-            if watch.ended():
-                self.side.peer_ended(incarnation)
+        for incarnation in [one for one, watch in self._watches.items() if watch.ended()]:
+            self._watches.pop(incarnation).close()
+            self._ended[incarnation] = None
+            self.side.peer_ended(incarnation)
         for gone in [one for one in self._sockets if one not in self.side.peers]:
             self._sockets.pop(gone).close()
+            self._ended.pop(gone, None)
             if (known := self._watches.pop(gone, None)) is not None:
                 known.close()
 
@@ -124,21 +128,27 @@ class DecodeLink:
     def say(self) -> None:
         out, self.side.out = self.side.out, []
         for partner, word in out:
-            socket = self._sockets.get(partner.incarnation)
+            socket = self._sockets.get(partner.incarnation) or self._connect(partner)
             if socket is None:
-                socket = self._sockets[partner.incarnation] = self._connect(partner.address)
+                continue
             try:
                 socket.send(encode(word), zmq.NOBLOCK)
             except zmq.Again:
                 log.warning("%s takes no more frames: one is lost", partner.name)
 
-    def _connect(self, address: str) -> Socket:
+    def _connect(self, partner: Partner) -> Socket | None:
         socket = self.context.socket(zmq.DEALER)
         socket.setsockopt(zmq.SNDHWM, QUEUE_MAX)
         socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
         socket.setsockopt(zmq.LINGER, 0)
         self.secure(socket)
-        socket.connect(address)
+        try:
+            socket.connect(partner.address)
+        except zmq.ZMQError as error:
+            log.error("%s cannot be reached at %r: %s", partner.name, partner.address, error)
+            socket.close()
+            return None
+        self._sockets[partner.incarnation] = socket
         return socket
 
     def close(self) -> None:

@@ -63,5 +63,6 @@ class Peer:
     session: int | None = None
     invitation: Invitation | None = None
     ended: bool = False  # there is evidence
+    cut: bool = False  # it was cut off, and there is no evidence: what it holds stays held
     suspected_at: float | None = None
     handoffs: dict[int, Receiving] = field(default_factory=dict)  # by number; the open ones

@@ -175,9 +175,11 @@ class PrefillSide:
             return
         session.address, session.heard_at = address, now
         session.settled = max(session.settled, word.settled)
-        for number in [one for one in session.handoffs if one < session.settled]:
-            assert session.handoffs[number].closed, "decode settled what is not closed"
-            del session.handoffs[number]
+        # Whatever decode says: what is not closed is not forgotten.
+        over = [one for one in session.handoffs if one < session.settled]
+        for number in over:
+            if session.handoffs[number].closed:
+                del session.handoffs[number]
         match word:
             case Beat():
                 self._beat(session, word)

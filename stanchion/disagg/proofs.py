@@ -22,6 +22,7 @@ class Arrived:
     writer: str
     first_page: int
     expected: Digests
+    generations: tuple[int, ...]  # of the request's pages: others, once it was preempted
 
 
 @dataclass
@@ -41,7 +42,8 @@ class Proofs:
         if not len(places):
             return None
         expected = np.frombuffer(digests, "<u8").reshape(len(names), len(places))
-        arrived = Arrived(handoff, writer, first_page, expected.astype(np.uint64))
+        generations = tuple(request.generations[first_page:].tolist())
+        arrived = Arrived(handoff, writer, first_page, expected.astype(np.uint64), generations)
         if self.check.mode == "full":
             self._arrived[request.name] = arrived
         return self._compare(request, arrived, "when it arrived")
@@ -49,7 +51,12 @@ class Proofs:
     def inspect(self, request: Request) -> str | None:
         """The same, once more, before the request may complete."""
         arrived = self._arrived.get(request.name)
-        return None if arrived is None else self._compare(request, arrived, "at the end")
+        if arrived is None:
+            return None
+        now = request.generations[arrived.first_page :].tolist()
+        if tuple(now[: len(arrived.generations)]) != arrived.generations:
+            return None  # it was preempted, and has computed its rows itself since
+        return self._compare(request, arrived, "at the end")
 
     def forget(self, name: str) -> None:
         self._arrived.pop(name, None)

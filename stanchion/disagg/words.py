@@ -24,7 +24,8 @@ from stanchion.kv.transfer.words import Invitation
 
 HANDOFFS_MAX = 2**16
 PAGES_MAX = 2**22
-Number = Annotated[int, Meta(ge=0)]
+Number = Annotated[int, Meta(ge=0, lt=2**53)]
+ProcessId = Annotated[int, Meta(ge=1, lt=2**31)]
 Tenant = Annotated[str, Meta(max_length=NAME_CHARACTERS_MAX)]
 PageNumbers = Annotated[list[Annotated[int, Meta(ge=1, lt=2**31)]], Meta(max_length=PAGES_MAX)]
 
@@ -81,7 +82,7 @@ class Met(Struct, frozen=True, kw_only=True, tag="met"):
     attempt: Number
     session: int
     incarnation: int
-    pid: int
+    pid: ProcessId
     host: str
 
 

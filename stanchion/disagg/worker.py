@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 
 PROGRESS_S = 0.25
 JOIN_S = 2.0
+ASK_S = 5.0  # unanswered for so long, a worker says so
 IDLE_POLL_MS = 250
 OPEN_POLL_MS = 20  # while a handoff is open: its deadline may pass
 HEARD_MAX = 256  # messages taken in between two steps
@@ -82,11 +83,21 @@ class Joining:
 
     socket: Socket
     join: Join
+    address: str
     said_at: float | None = None
+    first_said_at: float | None = None
+    answered: bool = False
     refused: list[str] = field(default_factory=list)
 
     def turn(self, now: float) -> None:
         if self.said_at is None or now - self.said_at >= JOIN_S:
+            self.first_said_at = self.first_said_at or now
+            if not self.answered and self.said_at is not None and now - self.first_said_at > ASK_S:
+                self.first_said_at = now
+                log.warning(
+                    "no answer from %s: is the gateway there, and has it the same peer key?",
+                    self.address,
+                )
             self.said_at = now
             try:
                 self.socket.send(encode(self.join), zmq.NOBLOCK)
@@ -100,6 +111,7 @@ class Joining:
             except msgspec.MsgspecError as error:
                 log.error("the join socket answers what is no message: %s", error)
                 continue
+            self.answered = True
             if isinstance(reply, Refused):
                 self.refused = reply.differences
 
@@ -153,7 +165,15 @@ class Worker:
         return []
 
     def stop(self, *_: object) -> None:
+        """Asked for by a signal. What is accepted is finished; gateways learn of it at once."""
         self.stopping = True
+        self._drain(True)
+        self._said_progress = 0.0
+
+    def _drain(self, draining: bool) -> None:
+        self.draining, self._said_drained = draining, False
+        if isinstance(self.side, PrefillSide):
+            self.side.draining = draining
 
     def _over(self) -> bool:
         if self.parent and os.getppid() != self.parent:
@@ -187,6 +207,7 @@ class Worker:
             pages_quarantined=engine.pool.quarantined,
             kv_bytes_sent=side.bytes_sent if isinstance(side, PrefillSide) else 0,
             deadlines=side.deadlines if isinstance(side, DecodeSide) else 0,
+            draining=self.draining or self.stopping,
         )
 
     def _hear(self) -> list[Start | Abort]:
@@ -221,13 +242,13 @@ class Worker:
             return None
         match message:
             case Greet():
+                if peer not in self.gateways and not self.stopping:
+                    self._drain(False)  # another gateway, that wants us: the one before is gone
                 self.gateways[peer] = None
                 self._send(peer, self.hello)
                 self._send(peer, self.progress())
             case Drain():
-                self.draining = True
-                if isinstance(self.side, PrefillSide):
-                    self.side.draining = True
+                self._drain(True)
             case Start() if message.request in self.owners:
                 log.error("a second request has the name of one that is running: dropped")
             case Start() if self.draining or self.stopping:
@@ -262,11 +283,16 @@ class Worker:
         self._send(owner, message)
 
     def _tell_all(self, message: FromWorker) -> None:
-        for gateway in self.gateways:
+        for gateway in list(self.gateways):
             self._send(gateway, message)
 
     def _send(self, peer: bytes, message: FromWorker) -> None:
-        self.socket.send_multipart((peer, encode(message)))
+        try:
+            self.socket.send_multipart((peer, encode(message)))
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self.gateways.pop(peer, None)  # it is gone, and a successor has another identity
 
 
 def serve(worker: Worker) -> list[str]:

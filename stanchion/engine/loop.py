@@ -113,6 +113,13 @@ class Engine:
         request = self.running.get(name) or self._waiting(name)
         return [self._end(request, outcome)] if request else []
 
+    def waits_for_kv(self, name: str) -> bool:
+        """Has it not come to computing its answer yet?"""
+        request = self.running.get(name) or self._waiting(name)
+        if request is None or request.generated:
+            return False
+        return request.phase in ("waiting", "receive")
+
     # ---- hear -------------------------------------------------------------------------------
 
     def _hear(self, message: Start | Abort) -> list[FromWorker]:

@@ -38,7 +38,7 @@ class Admission:
         if len(others) >= MEMBERS_MAX:
             wrong.append(f"name: {MEMBERS_MAX} workers have joined already")
         if others:
-            wrong += differences(self._identity, hello.identity)
+            wrong += differences(self._identity, hello.identity, "in the cluster", "in this worker")
         elif not wrong:
             self._identity = hello.identity
         return wrong

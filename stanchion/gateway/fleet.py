@@ -93,8 +93,8 @@ class Fleet:
 
     @property
     def hello(self) -> Hello | None:
-        """What is served: the least of what the workers that decide can take. None if none is."""
-        able = [one.hello for one in self._able() if one.hello.role != "prefill"]
+        """What is served: the least of what any of the workers can take. None if none is."""
+        able = [one.hello for one in self._able()]
         if not able or self._choose() is None:
             return None
         least = min(able, key=lambda hello: hello.pages)

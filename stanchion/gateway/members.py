@@ -42,7 +42,8 @@ class Member:
 
     def standing(self, now: float) -> Standing:
         ledger = self.link.ledger
-        ready = ledger.hello is not None and not ledger.drained and not self.ended
+        draining = ledger.drained or (ledger.progress is not None and ledger.progress.draining)
+        ready = ledger.hello is not None and not draining and not self.ended
         return Standing(self.life, self.hello.role, ready, now - ledger.progress_at)
 
 

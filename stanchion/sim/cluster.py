@@ -66,6 +66,7 @@ class Plan:
     kills: int = 2500
     losses: int = 20
     repeats: int = 20
+    strays: int = 0  # one in so many writes fails by itself
     failpoints: tuple[str, ...] = ()
     time_is_evidence: bool = False  # an old machine: a silent peer counts as one that has ended
 
@@ -209,14 +210,22 @@ class Cluster:
             self.flying.append(one)
             return
         write, target = one.write, self.memories.get(one.invited)
-        if target is None:
+        if not one.stray and self.plan.strays and not self.picks.pick(self.plan.strays):
             one.lane.ended.append(WriteEnded(write.number, whole=False, stray=True))
+            one.stray = True
+            self.flying.append(one)
+            self._count("writes strayed")
+            return
+        if target is None:
+            if not one.stray:
+                one.lane.ended.append(WriteEnded(write.number, whole=False, stray=True))
             self._count("writes fenced off")
             return
         one.lane.memory.copy_to(
             target, write.layer, write.source, write.destination, write.last_rows
         )
-        one.lane.ended.append(WriteEnded(write.number, whole=True))
+        if not one.stray:
+            one.lane.ended.append(WriteEnded(write.number, whole=True))
         self._count("writes")
 
     def _owner(self, lane: Lane) -> Worker | None:

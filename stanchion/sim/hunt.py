@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from stanchion.core.errors import Bug
 from stanchion.sim.choices import Choices, seeded
 from stanchion.sim.cluster import Plan, run
 
@@ -52,6 +53,7 @@ def plan_of(choices: Choices, base: Plan) -> Plan:
         kills=one_of(0, 1500, 4000),
         losses=one_of(0, 5, 30),
         repeats=one_of(0, 5, 30),
+        strays=one_of(0, 0, 100),
     )
 
 
@@ -63,7 +65,7 @@ def hunt(seeds: Iterable[int], base: Plan | None = None, vary: bool = True) -> R
         plan = plan_of(choices, base or Plan()) if vary else base or Plan()
         try:
             cluster = run(plan, choices)
-        except AssertionError as error:
+        except (AssertionError, Bug) as error:
             report.wrong.append(f"seed {seed}: {error}")
             continue
         report.runs += 1

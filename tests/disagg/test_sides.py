@@ -264,7 +264,7 @@ def test_a_prefill_that_refuses_is_heard_at_once() -> None:
     cluster.step([start(cluster, "a", 490)])
     cluster.settle()
     outcome = cluster.outcome("a")
-    assert isinstance(outcome, Rejected) and "100" in outcome.message
+    assert isinstance(outcome, PeerLost) and "over the 100 that fit here" in outcome.message
     cluster.prefills[0].draining = True
     cluster.step([start(cluster, "b", 50)])
     cluster.settle()
@@ -332,6 +332,7 @@ def test_a_reference_is_good_once_and_in_its_own_session() -> None:
     (session,) = side.sessions.values()
     late = offer(cluster, number=1, settled=session.settled)
     before = side.bytes_sent
+    side.out.clear()
     for word in (late, offer(cluster, session=12345), words.Cancel(session=1, settled=0, number=1)):
         side.hear(word, b"0", cluster.now)
         side.step([], cluster.now)
@@ -393,7 +394,7 @@ def test_a_write_that_fails_fails_the_request() -> None:
     lane.lane.cut([])
     broken = lane.writes.pop(0)
     cluster.prefills[0].lane = lane
-    fails = FailsOne(lane, broken.number)
+    fails = Fails(lane, broken.number)
     cluster.prefills[0].lane = fails
     lane.release()
     cluster.settle()
@@ -402,18 +403,19 @@ def test_a_write_that_fails_fails_the_request() -> None:
     assert cluster.audit() == []
 
 
-class FailsOne:
-    """A lane of which one write ends without being whole."""
+class Fails:
+    """A lane of which some writes end without being whole."""
 
-    def __init__(self, lane: Held, number: int) -> None:
+    def __init__(self, lane: Held, *numbers: int, stray: bool = False) -> None:
         self._lane = lane
-        self._failed = [number]
+        self._failed = list(numbers)
+        self._stray = stray
 
     def poll(self) -> list[Any]:
         from stanchion.kv.transfer.words import WriteEnded
 
         failed, self._failed = self._failed, []
-        return [*self._lane.poll(), *(WriteEnded(one, whole=False) for one in failed)]
+        return [*self._lane.poll(), *(WriteEnded(one, False, self._stray) for one in failed)]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._lane, name)
@@ -531,3 +533,68 @@ def test_a_decode_that_believes_a_late_answer_is_caught(monkeypatch: pytest.Monk
     lane = late_answer(cluster)
     cluster.step()
     assert cluster.decodes[0].open == 0 and lane.writes, "pages are free under these writes"
+
+
+def test_a_lost_handoff_is_fenced_though_its_session_was_silent() -> None:
+    """A write strayed, the word of it was lost, and decode was away for so long that prefill gave
+    the session up, with another handoff's writes still out. It is the same session that goes on."""
+    cluster = Cluster.of(replace(SMALL, pages=80, times=replace(TIMES, drain_s=1000.0)))
+    decode_side, prefill_side = cluster.decodes[0], cluster.prefills[0]
+    lane = held(cluster)
+    cluster.step([start(cluster, "a", 200), start(cluster, "b", 300, salt=1)])
+    cluster.until(lambda: not prefill_side.engine.busy and len(lane.writes) > 8)
+    strays = [one for one in lane.writes if prefill_side._writes[one.number][1].number == 1]
+    lane.writes = [one for one in lane.writes if one not in strays]
+    prefill_side.lane = Fails(lane, *(one.number for one in strays), stray=True)
+    for _ in range(80):  # decode is stopped
+        cluster.now += 0.1
+        prefill_side.step([], cluster.now)
+        prefill_side.out.clear()
+    (session,) = prefill_side.sessions.values()
+    assert session.gone and session.lost and lane.writes
+    for _ in range(30):
+        cluster.step()
+    assert decode_side.open == 2, "nothing shows that its pages are not written"
+    assert [one.incarnation for one in cluster.suspected] == [prefill_side.incarnation]
+    assert isinstance(cluster.outcome("a"), PeerLost)
+    lane.release()
+    decode_side.peer_ended(prefill_side.incarnation)
+    cluster.step()
+    assert decode_side.open == 0 and decode_side.audit() == []
+
+
+def test_a_deadline_is_for_the_prompt_and_not_for_the_answer() -> None:
+    """A prompt that decode holds whole is not waited for, however long its answer takes."""
+    cluster = Cluster.of(replace(SMALL, pages=120, times=replace(TIMES, deadline_s=2.0)))
+    first, second = start(cluster, "first", 160), start(cluster, "second", 160)
+    sampling = Sampling(max_tokens=300, temperature=0.0, ignore_eos=True)
+    second = msgspec.structs.replace(second, sampling=sampling)
+    cluster.step([first])
+    cluster.settle()
+    cluster.step([second])
+    cluster.settle()
+    assert cluster.now > 4.0
+    answers(cluster, first, second)
+
+
+@pytest.mark.parametrize("settled", [5, 10**9, 2**53 - 1])
+def test_a_peer_cannot_make_prefill_forget_what_is_open(settled: int) -> None:
+    cluster = Cluster.of(SMALL)
+    lane = held(cluster)
+    first = start(cluster, "a", 490)
+    cluster.step([first])
+    cluster.until(lambda: len(lane.writes) > 3)
+    side = cluster.prefills[0]
+    (session,) = side.sessions.values()
+    side.hear(words.Beat(session=session.number, settled=settled, asked=[]), b"0", cluster.now)
+    assert side.open == 1 and side.engine.pool.audit() == []
+
+
+def test_numbers_and_process_ids_have_bounds() -> None:
+    cancel = words.Cancel(session=1, settled=0, number=2**53)
+    with pytest.raises(msgspec.ValidationError):
+        words.decode_from_decode(words.encode(cancel))
+    for pid in (0, -1, 2**40):
+        met = words.Met(attempt=1, session=1, incarnation=1, pid=pid, host="")
+        with pytest.raises(msgspec.ValidationError):
+            words.decode_from_prefill(words.encode(met))
