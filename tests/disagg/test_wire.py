@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from stanchion.core.messages import Drain, Ended, Greet, Hello, Start, decode_from_worker, encode
-from stanchion.core.outcome import Completed
+from stanchion.core.outcome import Completed, Overloaded
 from stanchion.disagg import words
 from stanchion.disagg.link import DecodeLink, PrefillLink
 from stanchion.disagg.worker import UnifiedSide, Worker
@@ -150,3 +150,48 @@ def test_flipped_bytes_are_refused_or_mean_another_word(seed: int) -> None:
         parsed += 1
         assert not isinstance(word, words.Offer) or all(page >= 1 for page in word.pages)
     assert parsed > 0
+
+
+def test_another_gateway_ends_the_drain_of_the_one_before(
+    context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path
+) -> None:
+    router = context.socket(zmq.ROUTER)
+    router.bind(f"ipc://{tmp_path}/w")
+    worker = Worker(UnifiedSide(hashed_engine()), HELLO, router, None, None, parent=0)
+
+    def says(*words_: object) -> list[object]:
+        """A gateway of its own says so; what is heard of it, and all that it hears back."""
+        gateway = context.socket(zmq.DEALER)
+        gateway.connect(f"ipc://{tmp_path}/w")
+        for word in words_:
+            gateway.send(encode(word))
+        heard: list[object] = []
+        while not heard or worker.side.engine.busy or gateway.poll(50):
+            for message in worker.side.step(worker._hear(), 0.0):
+                worker._say(message)
+            while gateway.poll(0):
+                heard.append(decode_from_worker(gateway.recv()))
+        gateway.close(0)
+        return heard
+
+    one = Start(request="r", tokens=[40] * 20, sampling=GREEDY)
+    first = says(Greet(), Drain(), one)
+    assert [message.outcome for message in first if isinstance(message, Ended)] == [
+        Overloaded("this worker is draining", 1.0)
+    ]
+    assert worker.progress().draining
+    second = says(Greet(), one)
+    assert any(isinstance(message, Ended) for message in second) and not worker.progress().draining
+    router.close(0)
+
+
+def test_a_prefill_worker_that_is_told_to_stop_takes_no_more(
+    context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    side = Cluster.of(Settings()).prefills[0]
+    router = context.socket(zmq.ROUTER)
+    worker = Worker(side, HELLO, router, None, None, parent=0)
+    assert not side.draining and not worker.progress().draining
+    worker.stop()
+    assert side.draining and worker.progress().draining
+    router.close(0)
