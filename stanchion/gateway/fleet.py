@@ -95,6 +95,8 @@ class Fleet:
     def hello(self) -> Hello | None:
         """What is served: the least of what any of the workers can take. None if none is."""
         able = [one.hello for one in self._able()]
+        if not any(hello.role == "decode" for hello in able):  # then nobody asks prefill workers
+            able = [hello for hello in able if hello.role != "prefill"]
         if not able or self._choose() is None:
             return None
         least = min(able, key=lambda hello: hello.pages)

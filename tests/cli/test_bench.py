@@ -202,7 +202,7 @@ def test_the_unsafe_pair_lacks_what_is_measured(bench: handoff.Bench) -> None:
             assert one.pair.prefill.audit() == one.pair.decode.audit() == []
         assert safe.completed == unsafe.completed and safe.completed
         assert unsafe.pair.decode.failpoints == {"release_before_drained"}
-        assert isinstance(unsafe.pair.prefill.lane, pair.Doorless)
+        assert isinstance(unsafe.pair.prefill.lane.sender, pair.Doorless)
         assert not safe.pair.decode.failpoints
         assert not isinstance(safe.pair.prefill.lane, pair.Doorless)
     finally:

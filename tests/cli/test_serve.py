@@ -278,7 +278,10 @@ def test_a_worker_that_does_not_fit_is_told_each_field_in_which_it_differs(tmp_p
         command += ["--join", join, "--page-size", "32", "--draft-tokens", "1"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 2
-        for field in ("page_tokens: 16 here, 32 there", "draft_tokens: 3 here, 1 there"):
+        for field in (
+            "page_tokens: 16 in the cluster, 32 in",
+            "draft_tokens: 3 in the cluster, 1 in",
+        ):
             assert field in done.stderr
 
 

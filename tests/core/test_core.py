@@ -38,7 +38,11 @@ def test_later_layers_of_settings_win() -> None:
 @pytest.mark.parametrize(
     "text, sets, message",
     [
-        ("[kv]\nmemory_gb = 8", [], "no setting kv.memory_gb; there are: memory_gib, page_tokens"),
+        (
+            "[kv]\nmemory_gb = 8",
+            [],
+            "no setting kv.memory_gb; there are: check, memory_gib, page_tokens, poison",
+        ),
         ("", ["kv.page_tokens=many"], "kv.page_tokens wants a int, not 'many'"),
         ("", ["kv=3"], "kv is a table of settings, not '3'"),
         ("", ["kv.page_tokens"], "--set wants name=value"),

@@ -333,7 +333,7 @@ def test_a_worker_that_differs_is_refused_and_told_each_difference(tmp_path: Pat
             refused = worker.joins[0]
             assert isinstance(refused, Refused)
             assert [one.split(":")[0] for one in refused.differences] == ["page_tokens", "schema"]
-            assert refused.differences[1] == "schema: s here, other there"
+            assert refused.differences[1] == "schema: s in the cluster, other in this worker"
         with FakeWorker(f"ipc://{tmp_path}/y", named("both-2")) as fitting:
             assert fitting.wait_for(lambda: bool(fitting.joins))
             assert fitting.joins[0] == Welcome()
