@@ -29,11 +29,12 @@ real parts, with real sessions.
 
 ### Evidence
 
-| transport | what is evidence |
-|---|---|
-| shm | Written or Drained; or the end of the writer's process, seen on a pidfd. Unmapping at the target revokes nothing |
-| nixl over TCP | Written or Drained; or the target's agent for that peer deleted. Neither the writer's end nor a released handle, a deregistered region or a removed remote agent is: [measured](nixl-fence.md) |
-| nixl over anything else | Written or Drained alone, until a fence is shown to work there: pages of a lost peer stay in quarantine |
+* **The writer's word**, over any transport: Written or Drained.
+* **shm**: the end of the writer's process, seen on a pidfd. Unmapping at the target revokes nothing.
+* **nixl over TCP**: the target's agent for that peer deleted. Neither the writer's end nor a released
+  handle, a deregistered region or a removed remote agent is evidence: [measured](nixl-fence.md).
+* **nixl over anything else**: nothing more, until a fence is shown to work there. Pages of a lost
+  peer stay held until this process ends.
 
 A write that fails at its source is `stray`: its bytes may still arrive. Prefill then says Lost, not
 Drained, and decode fences: over TCP by itself, in shared memory by asking for the peer's end.
@@ -48,8 +49,8 @@ is answered `Stranger` and has no effect.
   its handoffs are closed. So the answer to a later attempt is evidence for the earlier session.
 * An answer to an earlier attempt says nothing: it is dropped. (Taking it for a new session was a
   fault of ours, which the hunt found: handoffs in flight were taken for drained.)
-* A `Meet` with another invitation says that decode has fenced the earlier one. A session with a lost
-  handoff ends in no other way.
+* A `Meet` with another invitation says that decode has fenced the earlier one. A session with a
+  lost handoff ends in no other way: until then its `Meet` is answered by the same session.
 * `settled`, on every word of decode's, says below which number it will ask nothing more: prefill
   remembers closed handoffs until then, and a late Offer below it is not even answered.
 * A pid means nothing on another machine or in another space of process ids: `Met` names its host,
