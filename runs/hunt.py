@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import sys
 import time
+from functools import partial
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -19,22 +20,23 @@ from stanchion.sim.hunt import Report, hunt
 SEEDS_A_BATCH = 20
 
 
-def batch(first: int) -> Report:
-    return hunt(range(first, first + SEEDS_A_BATCH))
+def batch(size: int, first: int) -> Report:
+    return hunt(range(first, first + SEEDS_A_BATCH), Plan(requests=size))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=100_000, help="simulated requests")
+    parser.add_argument("--size", type=int, default=Plan().requests, help="requests a cluster")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     asked = parser.parse_args()
-    batches = -(-asked.requests // (Plan().requests * SEEDS_A_BATCH))
+    batches = -(-asked.requests // (asked.size * SEEDS_A_BATCH))
     firsts = range(asked.seed, asked.seed + batches * SEEDS_A_BATCH, SEEDS_A_BATCH)
     whole, began = Report(), time.monotonic()
     columns = (TextColumn("{task.completed:,} requests"), BarColumn(), TimeRemainingColumn())
     with multiprocessing.Pool(os.cpu_count()) as pool, Progress(*columns) as progress:
         task = progress.add_task("", total=asked.requests)
-        for report in pool.imap_unordered(batch, firsts):
+        for report in pool.imap_unordered(partial(batch, asked.size), firsts):
             whole.add(report)
             progress.update(task, completed=whole.requests)
     minutes = (time.monotonic() - began) / 60
