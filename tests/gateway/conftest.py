@@ -34,7 +34,7 @@ class Gateway:
         expected: Sequence[str] = (),
     ) -> None:
         self._expected = expected
-        self._settings = GatewaySettings(**({"port": 0} | settings))
+        self._settings = GatewaySettings(**({"port": 0, "suspect_s": 10.0} | settings))
         self._join = join
         self._vocabulary = vocabulary
         self._started = threading.Event()
