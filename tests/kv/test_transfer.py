@@ -39,6 +39,7 @@ PAGES_HERE, PAGES_THERE = 40, 23
 Make = Callable[[Arena, Layout], Transfer]
 
 
+WRITES = 100  # of 20 MiB: seconds of them, so that the fence comes amid them on any machine
 BACKENDS: dict[str, Make] = {"shm": shm_transfer, "nixl": nixl_transfer}
 
 
@@ -227,13 +228,13 @@ def test_a_fence_stops_one_peer_and_no_other() -> None:
         transfer.connect(1, decode_invitation(child.ask("big target", 80)))
         transfer.connect(2, decode_invitation(child.ask("invite", 2)))
         source = np.arange(40, dtype=np.int32)
-        for number in range(30):
+        for number in range(WRITES):
             peer = number % 2
             transfer.submit(Write(number, 1 + peer, 0, source, source + peer * 40, 64))
         said = answers(transfer, 1, more=True)
         child.ask("fence and clear", 1, 0, 40)
-        said += answers(transfer, 30 - len(said))
-        assert sorted(one.number for one in said) == list(range(30))
+        said += answers(transfer, WRITES - len(said))
+        assert sorted(one.number for one in said) == list(range(WRITES))
         assert all(one.whole for one in said if one.number % 2)
         assert not all(one.whole for one in said)
         memory = np.frombuffer(child.ask("memory"), np.uint8)
@@ -241,8 +242,8 @@ def test_a_fence_stops_one_peer_and_no_other() -> None:
         assert not memory[:half].any() and memory[half:].all()
         transfer.disconnect(1)
         transfer.connect(3, decode_invitation(child.ask("invite", 3)))
-        transfer.submit(Write(30, 3, 0, source, source, 64))
-        assert answers(transfer, 1) == [WriteEnded(30, whole=True)]
+        transfer.submit(Write(WRITES, 3, 0, source, source, 64))
+        assert answers(transfer, 1) == [WriteEnded(WRITES, whole=True)]
         assert np.frombuffer(child.ask("memory"), np.uint8).all()
     finally:
         transfer.close()
