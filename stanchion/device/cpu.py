@@ -1,9 +1,21 @@
-"""CPU queues. `InlineQueue` is the engine thread itself: work is over when the call returns."""
+"""CPU queues: the engine's own thread, and a thread that works beside it.
+
+`InlineQueue` is the engine thread itself: work is over when the call returns, and to wait is to
+stand still. `ThreadQueue` does its jobs on a thread of its own: while they copy without the
+interpreter's lock, the engine computes, and what it reads too early is really not there yet.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
 from stanchion.core.errors import Bug
 from stanchion.device.stream import Mark, Queue
+
+Job = Callable[[], None]
 
 
 class InlineQueue:
@@ -13,8 +25,83 @@ class InlineQueue:
         return 0
 
     def wait(self, other: Queue, mark: Mark) -> None:
-        if not other.passed(mark):
-            raise Bug("an inline queue was asked to wait for work that nobody does")
+        other.finish(mark)
 
     def passed(self, mark: Mark) -> bool:
         return True
+
+    def finish(self, mark: Mark) -> None:
+        return
+
+
+class ThreadQueue:
+    """Jobs, first in, first out, on one thread. A job that raises is a Bug for whoever waits."""
+
+    def __init__(self, name: str) -> None:
+        self._changed = threading.Condition()
+        self._jobs: deque[Job] = deque()
+        self._submitted: Mark = 0
+        self._done: Mark = 0
+        self._broken: BaseException | None = None
+        self._closed = False
+        # A daemon: when the engine dies of a Bug, its process must not wait for this thread.
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> Mark:
+        with self._changed:
+            if self._closed:
+                raise Bug("a job for a queue that is closed")
+            self._jobs.append(job)
+            self._submitted += 1
+            self._changed.notify_all()
+            return self._submitted
+
+    def mark(self) -> Mark:
+        return self._submitted
+
+    def wait(self, other: Queue, mark: Mark) -> None:
+        if not other.passed(mark):
+            self.submit(partial(other.finish, mark))
+
+    def passed(self, mark: Mark) -> bool:
+        self._check()
+        return self._done >= mark
+
+    def finish(self, mark: Mark) -> None:
+        if mark > self._submitted:
+            raise Bug(f"mark {mark} is of work that was never submitted")
+        with self._changed:
+            self._changed.wait_for(lambda: self._done >= mark or self._broken or self._closed)
+        self._check()
+        if self._done < mark:
+            raise Bug("a queue was closed while somebody waited for its work")
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._jobs.clear()
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _check(self) -> None:
+        if self._broken is not None:
+            raise Bug(f"a job of a queue failed: {self._broken!r}") from self._broken
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._closed)
+                if self._closed:
+                    return
+                job = self._jobs.popleft()
+            try:
+                job()
+            except BaseException as error:  # noqa: BLE001  the edge of a thread: nobody else hears
+                with self._changed:
+                    self._broken = error
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self._done += 1
+                self._changed.notify_all()

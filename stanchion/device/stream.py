@@ -15,6 +15,7 @@ door.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -40,6 +41,20 @@ class Queue(Protocol):
     def passed(self, mark: Mark) -> bool:
         """Is what was begun right before `mark` over? Where work may end in any order, that says
         nothing of what was begun earlier."""
+
+    def finish(self, mark: Mark) -> None:
+        """Return when `mark` has passed. A Bug where whoever calls could wait for ever."""
+
+
+class JobQueue(Queue, Protocol):
+    """A queue to which Python gives its work, job by job, each begun when the last has ended."""
+
+    def submit(self, job: Callable[[], None]) -> Mark:
+        """Returns at once, with the mark that passes when the job is over."""
+
+    def close(self) -> None:
+        """What has not begun never does; what has begun ends first."""
+
 
 
 @dataclass(frozen=True, eq=False)

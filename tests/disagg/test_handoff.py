@@ -244,10 +244,11 @@ def test_every_order_with_one_failure_is_safe_and_ends(failure: str) -> None:
     [
         CALM._replace(losses=1, repeats=1, crashes=1, stops=1),
         World(losses=1, repeats=0, crashes=0, stops=0),
-        World(losses=0, repeats=0, crashes=1, stops=1),
+        World(losses=0, repeats=0, crashes=1, stops=0),
+        World(losses=0, repeats=0, crashes=0, stops=1),
         CALM._replace(losses=1, crashes=1, strays=1),
     ],
-    ids=["all failures of one", "both lose and leave", "both die or stop", "strays too"],
+    ids=["all failures of one", "both lose and leave", "one dies", "one stops", "strays too"],
 )
 def test_every_order_of_a_larger_world_is_safe_and_ends(start: World) -> None:
     states = visit(Machines(), start)

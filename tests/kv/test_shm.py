@@ -219,7 +219,7 @@ def test_a_writer_of_pages_that_are_sent_waits(
         with compute.writing(guarded, pages(4)):
             assert gate.waits == [(transfer, 1)]
         with (
-            pytest.raises(Bug, match="inline"),
+            pytest.raises(Bug, match="stand still"),
             Stream("inline", InlineQueue()).writing(guarded, pages(4)),
         ):
             raise AssertionError("the door opened")

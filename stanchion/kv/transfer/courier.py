@@ -127,6 +127,10 @@ class Courier(Generic[T]):
     def wait(self, other: Queue, mark: Mark) -> None:
         self._book.wait(other, mark)
 
+    def finish(self, mark: Mark) -> None:
+        if not self.passed(mark):
+            raise Bug("somebody would stand still for a write, which may take for ever")
+
     def _begin(self) -> None:
         for errand in self._book.ready():
             self._inbox.put(errand)
