@@ -31,8 +31,11 @@ WORLD = {
 MAY_TOUCH: dict[str, set[str]] = {
     "core/peerkey.py": {"zmq"},  # keys are zmq's to derive; no socket is opened there
     "sim/choices.py": {"random"},
+    "device/cpu.py": {"threading"},
+    "engine/tierplan.py": {"time"},
     "kv/arena.py": {"fcntl", "mmap", "os", "secrets"},
     "kv/digest.py": {"torch"},
+    "kv/diskfile.py": {"fcntl", "os"},
     "kv/poison.py": {"torch"},
     "kv/store.py": {"torch"},
     "kv/transfer/bell.py": {"os"},

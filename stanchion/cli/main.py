@@ -41,6 +41,7 @@ and deadlines, and compare every answer with the same request alone. Memtest for
 
   stanchion verify --prefill 2 --decode 1 --minutes 5
   stanchion verify --prefill 1 --decode 1 --transport nixl --requests 10000 --kills 20 --stops 20
+  stanchion verify --host-cache 0.01 --kv-memory 0.005 --disk-cache /tmp/kv:0.1 --kv-check full
   stanchion verify --prefill 2 --decode 1 --prefill-deadline 0.3 --failpoint release_before_drained
 
 Exit code 0: all was right; 1: a wrong answer, or a page left over; 2: it could not be run.
@@ -50,6 +51,10 @@ WORKER_FLAGS: Flags = {
     "kv-memory": "kv.memory_gib",
     "kv-check": "kv.check",
     "kv-poison": "kv.poison",
+    "host-cache": "kv.host_cache_gib",
+    "disk-cache": "kv.disk_cache",
+    "write-policy": "kv.write_policy",
+    "prefetch-policy": "kv.prefetch",
     "page-size": "kv.page_tokens",
     "draft-tokens": "engine.draft_tokens",
     "max-context": "engine.context_max",

@@ -63,6 +63,8 @@ class Report:
     kv_bytes_sent: int = 0
     deadlines: int = 0
     suspicions: int = 0
+    lifted: int = 0  # pages loaded from host memory
+    fetched: int = 0  # pages read from disk
     restarts: int = 0
     seconds: float = 0.0
     lost: list[str] = field(default_factory=list)
@@ -252,6 +254,9 @@ class _Run:
             if said is not None:
                 report.kv_bytes_sent += said.kv_bytes_sent
                 report.deadlines += said.deadlines
+                if said.tiers is not None:
+                    report.lifted += said.tiers.lifted
+                    report.fetched += said.tiers.fetched
 
 
 def _there(running: Cluster) -> list[Process]:
@@ -277,6 +282,11 @@ def _leftovers(running: Cluster) -> list[str]:
         missing = said.pages - said.pages_free - said.pages_cached - said.pages_quarantined
         if missing:
             found.append(f"{view.name} lost {missing} pages")
+        if (tiers := said.tiers) is not None:
+            kept = tiers.host_free + tiers.host_kept + tiers.host_quarantined
+            if tiers.copies or kept != tiers.host_pages:
+                lost = tiers.host_pages - kept
+                found.append(f"{view.name}: {tiers.copies} copies, {lost} pages of the host lost")
     return found
 
 
@@ -288,6 +298,7 @@ def words(report: Report) -> str:
         f"{report.requests:,} requests in {report.seconds:.0f} s, {report.tokens:,} tokens",
         cached,
         f"{mib:,.1f} MiB of KV moved, {report.deadlines:,} deadlines, {trouble}",
+        f"{report.lifted:,} pages from host memory, {report.fetched:,} from disk",
     ]
     lines += [f"  {count:>9,} {what}" for what, count in sorted(report.outcomes.items())]
     lines += [f"  {count:>9,} retries: {what}" for what, count in sorted(report.retries.items())]

@@ -15,6 +15,7 @@ import zmq
 from stanchion.cli import plan as plans
 from stanchion.cli.plan import WorkerPlan
 from stanchion.cli.settings import model_folder
+from stanchion.cli.tiers import tier_plan
 from stanchion.core.config import Config
 from stanchion.core.errors import ConfigError, ServeError
 from stanchion.core.messages import Abort, Hello, Join, Start
@@ -59,10 +60,10 @@ def _run(plan: WorkerPlan, peer_key: str) -> int:
     for name, address in (("join", plan.join), ("listen", plan.listen)):
         check_address(name, address, peer_key)
     config = plan.config
-    engine_failpoints, handoff_failpoints = split_failpoints(
+    engine_failpoints, handoff_failpoints, tier_failpoints = split_failpoints(
         frozenset(filter(None, config.lab.failpoints.split(",")))
     )
-    parts, hello = build(plan, engine_failpoints)
+    parts, hello = build(plan, engine_failpoints, tier_failpoints)
     context: zmq.Context[Socket] = zmq.Context()
     socket, address = _bound(context, plan, "w", peer_key)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a gateway that is gone is to be noticed
@@ -83,9 +84,10 @@ def _run(plan: WorkerPlan, peer_key: str) -> int:
     )
     side: Side = unified_side(parts)
     link: Link | None = None
-    if plan.role == "prefill":
-        # The transfer's thread wants the interpreter once a write: it must not wait for long.
+    if plan.role == "prefill" or config.kv.host_cache_gib:
+        # The threads that move KV want the interpreter once a copy: they must not wait for long.
         sys.setswitchinterval(SWITCH_S)
+    if plan.role == "prefill":
         peers, peer_address = _bound(context, plan, "p", peer_key)
         side, bell = prefill_side(parts, post)
         link = PrefillLink(side, peers, bell)
@@ -101,6 +103,8 @@ def _run(plan: WorkerPlan, peer_key: str) -> int:
     finally:
         if link is not None:
             link.close()
+        if parts.engine.tiered is not None:
+            parts.engine.tiered.tiers.close()
         context.destroy(linger=1000)
     for line in refused:
         print(f"stanchion: {plan.name} does not fit its cluster: {line}", file=sys.stderr)
@@ -152,7 +156,9 @@ def _joining(context: zmq.Context[Socket], plan: WorkerPlan, join: Join, peer_ke
     return Joining(socket, join, plan.join)
 
 
-def build(plan: WorkerPlan, failpoints: frozenset[str]) -> tuple[Parts, Hello]:
+def build(
+    plan: WorkerPlan, failpoints: frozenset[str], tier_failpoints: frozenset[str] = frozenset()
+) -> tuple[Parts, Hello]:
     """Load the model and put the engine together. Raise ConfigError or WeightsError."""
     config = plan.config
     model, name, revision, eos_ids = load_model(config)
@@ -164,9 +170,11 @@ def build(plan: WorkerPlan, failpoints: frozenset[str]) -> tuple[Parts, Hello]:
         draft_tokens=engine_settings.draft_tokens if model.schema.draft else 0,
     )
     pages = pages_that_fit(model.schema, config.kv.memory_gib)
+    tiers = tier_plan(config, plan.name, model.schema, tier_failpoints)
     parts = assemble(
         model, limits, pages, name, revision, eos_ids, failpoints, config.lab.record_drafts,
         engine_settings.context_max, arena_for(plan.role, model.schema, pages), config.kv.poison,
+        tiers,
     )  # fmt: skip
     hello = Hello(
         name=plan.name,
@@ -209,6 +217,8 @@ def warm(engine: Engine) -> None:
         engine.step(heard)
         heard = []
     engine.tree.flush()
+    if engine.tiered is not None:
+        engine.tiered.tiers.flush()
     engine.counters = type(engine.counters)()
 
 

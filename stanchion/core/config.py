@@ -31,6 +31,17 @@ class Kv:
     page_tokens: Annotated[int, "tokens in a page"] = 16
     check: Annotated[str, "digests of KV pages: off, sampled (1 in 16) or full"] = "off"
     poison: Annotated[bool, "overwrite pages when they are freed; for tests, it costs time"] = False
+    host_cache_gib: Annotated[float, "host memory for KV that leaves the device; 0: none"] = 0.0
+    disk_cache: Annotated[
+        str, "PATH:GIB for KV that leaves host memory, kept over restarts; empty means none"
+    ] = ""
+    write_policy: Annotated[
+        str,
+        "when KV goes to the host: through (at once), selective (once hit), back (evicted)",
+    ] = "through"
+    prefetch: Annotated[
+        str, "for KV that only the disk has: wait, best_effort (do not), timeout (2 s + 0.1 s/Ki)"
+    ] = "timeout"
 
 
 @dataclass(frozen=True)
@@ -77,6 +88,10 @@ class Cluster:
 class Lab:
     failpoints: Annotated[str, "historic faults to bring back, comma separated; never in use"] = ""
     slow_transfer_ms: Annotated[float, "hold every KV write back so long; harmless"] = 0.0
+    slow_load: Annotated[
+        str, "LAYER/DOOR:MS, ... holds such loads from the host back; * for all; harmless"
+    ] = ""
+    removed_door: Annotated[str, "LAYER/DOOR that the failpoint door_removed opens too early"] = ""
     record_drafts: Annotated[bool, "say every draft and accept count when a request ends"] = False
 
 
@@ -146,9 +161,56 @@ def check(config: Config) -> None:
     _within("cluster.restarts_max", cluster.restarts_max, 0, 1000)
     _within("lab.slow_transfer_ms", config.lab.slow_transfer_ms, 0.0, 60_000.0)
     _one_of("kv.check", kv.check, ("off", "sampled", "full"))
+    _within("kv.host_cache_gib", kv.host_cache_gib, 0.0, 16384.0)
+    _one_of("kv.write_policy", kv.write_policy, ("through", "selective", "back"))
+    _one_of("kv.prefetch", kv.prefetch, ("wait", "best_effort", "timeout"))
+    if kv.disk_cache and not kv.host_cache_gib:
+        raise ConfigError("kv.disk_cache wants kv.host_cache_gib too: the disk is behind the host")
+    disk_cache(kv.disk_cache)
+    slow_load(config.lab.slow_load)
+    removed_door(config.lab.removed_door)
     _one_of("cluster.transport", cluster.transport, ("shm", "nixl"))
     _one_of("model.dtype", config.model.dtype, ("float32", "bfloat16", "float16"))
     _one_of("model.index_dtype", config.model.index_dtype, ("same", "float8"))
+
+
+def disk_cache(said: str) -> tuple[str, int] | None:
+    """(folder, bytes) of "PATH:GIB". Raise ConfigError."""
+    if not said:
+        return None
+    folder, _, size = said.rpartition(":")
+    try:
+        gib = float(size)
+    except ValueError:
+        gib = 0.0
+    if not folder or not 0 < gib <= 2**20:
+        raise ConfigError(f"kv.disk_cache is {said!r}; it must be PATH:GIB, such as /data/kv:100")
+    return folder, int(gib * 2**30)
+
+
+def removed_door(said: str) -> tuple[int, str] | None:
+    """(layer, door) of "LAYER/DOOR". Raise ConfigError."""
+    if not said:
+        return None
+    layer, _, door = said.partition("/")
+    if not (layer.isdecimal() and door in ("index", "attend")):
+        raise ConfigError(f"{said!r} must be LAYER/DOOR, such as 3/index")
+    return int(layer), door
+
+
+def slow_load(said: str) -> dict[tuple[int, str] | None, float]:
+    """Milliseconds by (layer, door); None stands for all others. Raise ConfigError."""
+    delays: dict[tuple[int, str] | None, float] = {}
+    for item in filter(None, (one.strip() for one in said.split(","))):
+        place, _, words = item.rpartition(":")
+        try:
+            ms = float(words)
+        except ValueError:
+            ms = -1.0
+        if not 0 <= ms <= 60_000 or not place:
+            raise ConfigError(f"lab.slow_load has {item!r}; it must be LAYER/DOOR:MS or *:MS")
+        delays[None if place == "*" else removed_door(place)] = ms
+    return delays
 
 
 def _within(name: str, value: float, least: float, most: float) -> None:

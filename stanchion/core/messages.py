@@ -135,6 +135,30 @@ class Ended(Struct, frozen=True, kw_only=True, tag="ended"):
     draft_record: list[tuple[list[int], int]] | None = None  # per verify step: drafts, accepted
 
 
+class TierProgress(Struct, frozen=True, kw_only=True):
+    """KV beyond the device, in pages where nothing else is said."""
+
+    host_pages: int
+    host_free: int
+    host_kept: int
+    host_quarantined: int
+    copies: int  # between tiers, not ended
+    lifted: int
+    spilled: int
+    not_spilled: int
+    fetched: int
+    timeouts: int
+    bad_host: int
+    disk_pages: int = 0
+    disk_bytes: int = 0
+    disk_stored: int = 0
+    disk_misses: int = 0
+    disk_dropped: int = 0
+    disk_errors: int = 0
+    disk_writing: bool = False
+    disk_warning: str = ""
+
+
 class Progress(Struct, frozen=True, kw_only=True, tag="progress"):
     """A worker's forward progress and load, said at least twice a second."""
 
@@ -159,6 +183,7 @@ class Progress(Struct, frozen=True, kw_only=True, tag="progress"):
     kv_bytes_sent: int = 0
     deadlines: int = 0  # requests cut off by the prefill deadline
     draining: bool = False  # it takes nothing new
+    tiers: TierProgress | None = None
 
 
 class Drained(Struct, frozen=True, tag="drained"):

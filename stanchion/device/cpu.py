@@ -16,6 +16,7 @@ from stanchion.core.errors import Bug
 from stanchion.device.stream import Mark, Queue
 
 Job = Callable[[], None]
+CLOSE_S = 5.0  # a job that hangs, on a disk that does, must not keep a process from its end
 
 
 class InlineQueue:
@@ -82,7 +83,7 @@ class ThreadQueue:
             self._closed = True
             self._jobs.clear()
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(CLOSE_S)
 
     def _check(self) -> None:
         if self._broken is not None:

@@ -56,7 +56,6 @@ class JobQueue(Queue, Protocol):
         """What has not begun never does; what has begun ends first."""
 
 
-
 @dataclass(frozen=True, eq=False)
 class Access:
     """One stream's use of some pages, over once the stream passes `mark`."""

@@ -25,6 +25,7 @@ from stanchion.kv.arena import Arena
 from stanchion.kv.digest import page_digests
 from stanchion.kv.layout import Layout
 from stanchion.kv.schema import Schema
+from stanchion.kv.tiers import FAILPOINTS as TIER_FAILPOINTS
 from stanchion.kv.transfer.sender import Sender
 from stanchion.kv.transfer.shm import shm_invitation, shm_transfer
 from stanchion.kv.transfer.words import Invitation, Transfer, Write, WriteEnded
@@ -125,12 +126,15 @@ def arena_for(role: Role, schema: Schema, pages: int) -> Arena:
     return Arena.shared(size) if role == "decode" else Arena.private(size)
 
 
-def split_failpoints(named: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
-    """(the engine's, the handoff's). Raise ConfigError for one that does not exist."""
-    known = ENGINE_FAILPOINTS.keys() | FAILPOINTS.keys()
+def split_failpoints(
+    named: frozenset[str],
+) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """(the engine's, the handoff's, the tiers'). Raise ConfigError for one that does not exist."""
+    kinds = ENGINE_FAILPOINTS.keys(), FAILPOINTS.keys(), TIER_FAILPOINTS.keys()
+    known = kinds[0] | kinds[1] | kinds[2]
     if unknown := sorted(named - known):
         raise ConfigError(f"no failpoint {unknown[0]}; there are: {', '.join(sorted(known))}")
-    return named & ENGINE_FAILPOINTS.keys(), named & FAILPOINTS.keys()
+    return named & kinds[0], named & kinds[1], named & kinds[2]
 
 
 def unified_side(parts: Parts) -> UnifiedSide:

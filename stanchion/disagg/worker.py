@@ -49,6 +49,8 @@ PROGRESS_S = 0.25
 JOIN_S = 2.0
 ASK_S = 5.0  # unanswered for so long, a worker says so
 IDLE_POLL_MS = 250
+COPY_POLL_MS = 1  # while a copy between tiers is under way: somebody may wait for its end
+COPIES_S = 5.0  # a worker that stops waits so long for what is still on its way to a disk
 OPEN_POLL_MS = 20  # while a handoff is open: its deadline may pass
 HEARD_MAX = 256  # messages taken in between two steps
 
@@ -132,6 +134,7 @@ class Worker:
     stopping: bool = False
     busy_s: float = 0.0
     _said_progress: float = 0.0
+    _stopped_at: float = 0.0
     _said_drained: bool = False
 
     def run(self) -> list[str]:
@@ -166,7 +169,7 @@ class Worker:
 
     def stop(self, *_: object) -> None:
         """Asked for by a signal. What is accepted is finished; gateways learn of it at once."""
-        self.stopping = True
+        self.stopping, self._stopped_at = True, time.monotonic()
         self._drain(True)
         self._said_progress = 0.0
 
@@ -178,11 +181,13 @@ class Worker:
     def _over(self) -> bool:
         if self.parent and os.getppid() != self.parent:
             return True
-        return self.stopping and not self._working()
+        if not self.stopping or self._working():
+            return False
+        return not self.side.engine.copies or time.monotonic() - self._stopped_at > COPIES_S
 
     def _working(self) -> bool:
         waits = self.side.open if isinstance(self.side, PrefillSide) else 0
-        return self.side.engine.busy or bool(waits)
+        return self.side.engine.working or bool(waits)
 
     def progress(self) -> Progress:
         side, engine, counts = self.side, self.side.engine, self.side.engine.counters
@@ -208,6 +213,7 @@ class Worker:
             kv_bytes_sent=side.bytes_sent if isinstance(side, PrefillSide) else 0,
             deadlines=side.deadlines if isinstance(side, DecodeSide) else 0,
             draining=self.draining or self.stopping,
+            tiers=None if engine.tiered is None else engine.tiered.tiers.progress(),
         )
 
     def _hear(self) -> list[Start | Abort]:
@@ -218,6 +224,8 @@ class Worker:
         if self.link is not None:
             self.link.register(poller)
         idle_ms = OPEN_POLL_MS if self.side.open else IDLE_POLL_MS
+        if self.side.engine.copies:
+            idle_ms = COPY_POLL_MS
         poller.poll(0 if self.side.engine.flight is not None else idle_ms)
         heard: list[Start | Abort] = []
         while len(heard) < HEARD_MAX:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from stanchion.core.errors import ConfigError
-from stanchion.device.cpu import InlineQueue
 from stanchion.device.stream import Stream
 from stanchion.engine.bounds import FAILPOINTS, Served
 from stanchion.engine.loop import Engine
 from stanchion.engine.runner import Runner
 from stanchion.engine.scheduler import Limits
+from stanchion.engine.tierplan import TierPlan, build_tiers, compute_stream
 from stanchion.kv.arena import Arena
 from stanchion.kv.pages import PagePool
 from stanchion.kv.poison import poison
@@ -55,6 +55,7 @@ def assemble(
     context_max: int = 0,
     arena: Arena | None = None,
     poisoned: bool = False,
+    tiers: TierPlan | None = None,
 ) -> Parts:
     """`pages` counts the null page; `context_max` 0 means the model's own.
 
@@ -65,7 +66,7 @@ def assemble(
     schema = model.schema
     pool = PagePool(pages)
     ready = Ready(pages, schema.target_layers, schema.layers, schema.page_tokens)
-    stream = Stream("compute", InlineQueue())
+    stream = compute_stream(schema, tiers)
     store = Store(schema, pages, arena)
     if poisoned:
         pool.on_free = partial(poison, store, stream)
@@ -80,4 +81,6 @@ def assemble(
     )
     tree = PrefixTree(pool, schema.page_tokens)
     engine = Engine(served, limits, pool, tree, ready, runner.launch, failpoints, record_drafts)
+    if tiers is not None:
+        engine.tiered = build_tiers(tiers, store, pool, tree, ready)
     return Parts(engine, runner, store, stream)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
 
+import numpy as np
+
+from stanchion.core.identity import CacheIdentity
 from stanchion.core.messages import Start
 from stanchion.core.outcome import Completed, Outcome, Overloaded, Rejected
 from stanchion.engine.request import Request
@@ -48,6 +52,20 @@ def refusal(
         field_name = "stop_ids" if max(start.sampling.stop_ids, default=0) >= vocabulary else ""
         return Rejected(field_name or "logit_bias", f"a token id is not below {vocabulary}")
     return None
+
+
+def accepted(start: Start, served: Served, arrival: int) -> Request:
+    """The request that this message asks for. Without a seed, its name is its seed."""
+    length = len(start.tokens)
+    tokens = np.zeros(length + start.sampling.max_tokens, np.int32)
+    tokens[:length] = start.tokens
+    identity = CacheIdentity(start.tenant, start.salt, served.model, served.revision, served.schema)
+    seed = start.sampling.seed
+    if seed is None:
+        seed = int.from_bytes(blake2b(start.request.encode(), digest_size=8).digest(), "little")
+    eos = () if start.sampling.ignore_eos else served.eos_ids
+    ends = (*eos, *start.sampling.stop_ids)
+    return Request(start, arrival, seed, ends, served.eos_ids, identity.digest(), tokens, length)
 
 
 def cut(request: Request, tokens: list[int]) -> tuple[int, Outcome | None]:

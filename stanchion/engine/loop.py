@@ -16,21 +16,21 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
 from stanchion.core.errors import Bug
-from stanchion.core.identity import CacheIdentity
 from stanchion.core.messages import Abort, Ended, FromWorker, PromptScores, Start, Tokens
 from stanchion.core.outcome import Cancelled, Completed, Outcome, Overloaded
 from stanchion.core.outcome import OutputSuspect as Suspect
 from stanchion.device.stream import Pages
-from stanchion.engine.bounds import Served, cut, refusal
+from stanchion.engine.bounds import Served, accepted, cut, refusal
+from stanchion.engine.counters import Counters
 from stanchion.engine.flight import Landed
 from stanchion.engine.request import NO_PAGES, Request
 from stanchion.engine.scheduler import Limits, Piece, plan
+from stanchion.engine.tiered import NOTHING, Tiered
 from stanchion.kv.pages import PagePool, Pin
 from stanchion.kv.prefix import PrefixTree
 from stanchion.kv.ready import Ready
@@ -44,21 +44,9 @@ class Landing(Protocol):
     def wait(self) -> list[Landed]: ...
 
 
+Tried = Literal["started", "blocked", "fetching"]
 Launch = Callable[[Sequence[Piece], list[Pin]], Landing]
 Inspect = Callable[[Request], str | None]  # evidence against a request that is about to complete
-
-
-@dataclass
-class Counters:
-    steps: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    cached_tokens: int = 0
-    preempted: int = 0
-    suspect: int = 0
-    verify_steps: int = 0
-    proposed: int = 0
-    accepted: int = 0
 
 
 @dataclass(eq=False)
@@ -83,11 +71,21 @@ class Engine:
     flight: Flight | None = None
     wanting: list[Request] = field(default_factory=list)  # they have pages, and need KV from afar
     inspect: Inspect | None = None
+    tiered: Tiered | None = None
     _arrivals: int = 0
 
     @property
-    def busy(self) -> bool:
+    def working(self) -> bool:
         return bool(self.running or self.waiting or self.flight)
+
+    @property
+    def busy(self) -> bool:
+        return self.working or bool(self.copies)
+
+    @property
+    def copies(self) -> int:
+        """Copies between tiers that have not ended: they end by themselves, and `step` hears."""
+        return 0 if self.tiered is None else self.tiered.tiers.open
 
     def step(self, heard: Sequence[Start | Abort]) -> list[FromWorker]:
         said = [reply for message in heard for reply in self._hear(message)]
@@ -136,23 +134,8 @@ class Engine:
         refused = refusal(start, self.served, capacity, len(self.waiting), self.limits)
         if refused is not None:
             return [Ended(request=start.request, outcome=refused)]
-        length = len(start.tokens)
-        tokens = np.zeros(length + start.sampling.max_tokens, np.int32)
-        tokens[:length] = start.tokens
-        served = self.served
-        identity = CacheIdentity(
-            start.tenant, start.salt, served.model, served.revision, served.schema
-        )
-        seed = start.sampling.seed
-        if seed is None:
-            seed = int.from_bytes(blake2b(start.request.encode(), digest_size=8).digest(), "little")
-        eos = () if start.sampling.ignore_eos else served.eos_ids
-        ends = (*eos, *start.sampling.stop_ids)
         self._arrivals += 1
-        root = identity.digest()
-        self.waiting.append(
-            Request(start, self._arrivals, seed, ends, served.eos_ids, root, tokens, length)
-        )
+        self.waiting.append(accepted(start, self.served, self._arrivals))
         return []
 
     @property
@@ -174,13 +157,30 @@ class Engine:
     def _land(self) -> list[FromWorker]:
         flight, self.flight = self.flight, None
         if flight is None:
-            return []
+            return self._settle_tiers()
         said: list[FromWorker] = []
-        for landed in flight.landing.wait():
+        every = flight.landing.wait()
+        said += self._settle_tiers()  # before anything is made of what was read
+        for landed in every:
             if self.running.get(landed.piece.request.name) is landed.piece.request:
                 said += self._settle(landed)  # else it ended while the flight was out
         for pin in flight.pins if "flight_without_pin" not in self.failpoints else []:
             pin.drop()
+        return said
+
+    def _settle_tiers(self) -> list[FromWorker]:
+        """Whoever holds a page that was loaded wrong begins again, without it."""
+        bad = self.tiered.tiers.poll() if self.tiered is not None else NO_PAGES
+        if not len(bad):
+            return []
+        self.tree.forget(bad)
+        self.counters.suspect += 1
+        said: list[FromWorker] = []
+        for request in [one for one in self.running.values() if np.isin(one.pages, bad).any()]:
+            if request.phase == "receive":  # a peer writes behind what it has
+                said.append(self._end(request, Suspect("a page from the host tier differs")))
+            else:
+                self._preempt(request)
         return said
 
     def _settle(self, landed: Landed) -> list[FromWorker]:
@@ -270,10 +270,13 @@ class Engine:
     def _share(self, request: Request, count: int) -> None:
         tokens = request.tokens[: count * self.ready.page_tokens]
         request.keys = self.tree.keys(request.root, tokens, request.keys)
-        known = self.tree.publish(request.keys[:count], tokens, request.pages, request.published)
+        first, keys = request.published, request.keys[:count]
+        known = self.tree.publish(request.root, keys, tokens, request.pages, first)
         if len(known):
             request.pins.insert(0, self.pool.regrip(known, request.name))
         request.published = count
+        if self.tiered is not None:
+            self.tiered.published(request, first)
 
     # ---- launch -----------------------------------------------------------------------------
 
@@ -286,6 +289,8 @@ class Engine:
         pieces = plan(list(self.running.values()), self.limits)
         if not pieces:
             return
+        if self.tiered is not None:
+            self.tiered.tiers.submit()
         pins = self._pins_of(pieces)
         self.counters.steps += 1
         self.flight = Flight(self.launch(pieces, pins), pins)
@@ -307,21 +312,25 @@ class Engine:
                 return
             if any(one.overtaken >= self.limits.overtakes_max for one in blocked):
                 return
-            if self._try_start(request):
+            tried = self._try_start(request)
+            if tried == "started":
                 for one in blocked:
                     one.overtaken += 1
-            else:
+            elif tried == "blocked":
                 blocked.append(request)
 
-    def _try_start(self, request: Request) -> bool:
+    def _try_start(self, request: Request) -> Tried:
         page_tokens = self.ready.page_tokens
         if self.pool.available + self.tree.evictable < request.lacks:
-            return False  # nothing has changed since it did not fit: spare it the look-up
+            return "blocked"  # nothing has changed since it did not fit: spare it the look-up
         known = request.tokens[: request.length]
         request.keys = self.tree.keys(request.root, known, request.keys)
         shared = self._hit(request)
+        found = NOTHING if self.tiered is None else self.tiered.find(request, len(shared))
+        if found is None:
+            return "fetching"
         needed = -(-min(request.length + 1, len(request.tokens)) // page_tokens) - len(shared)
-        pins = []
+        pins = found.pins[:]
         if len(shared) and "hit_without_pin" not in self.failpoints:
             pins.append(self.pool.regrip(shared, request.name))  # before eviction can take them
         spare = len(self.running)  # a page for each that decodes, or they would soon push it out
@@ -329,14 +338,18 @@ class Engine:
             for pin in pins:
                 pin.drop()
             request.lacks = needed + spare
-            return False
+            return "blocked"
         own = self.pool.take(needed, request.name)
         self.ready.reset(own.pages)
-        request.pins = [*pins, own]
+        request.pins = [*pins[len(found.pins) :], own]
         request.pages = np.concatenate([shared, own.pages])
         request.generations = self.pool.generations[request.pages]
-        request.computed = len(shared) * page_tokens
+        request.computed = (len(shared) + len(found)) * page_tokens
         request.published = len(shared)
+        if self.tiered is not None:
+            self.tiered.lift(request, found, own.pages[: len(found)])
+        if len(found):
+            self._share(request, request.published + len(found))
         request.redo = request.computed > 0
         if not request.generated:
             request.cached = request.computed
@@ -351,7 +364,7 @@ class Engine:
         self.running = dict(sorted(self.running.items(), key=lambda item: item[1].arrival))
         if "publish_before_complete" in self.failpoints:
             self._share(request, request.length // page_tokens)
-        return True
+        return "started"
 
     def _hit(self, request: Request) -> Pages:
         """Pages that the tree has. A prompt that wants its own scores is computed whole."""
@@ -402,6 +415,8 @@ class Engine:
         if self.running.pop(request.name, None) is None:
             self.waiting.remove(request)
         self._let_go(request)
+        if self.tiered is not None:
+            self.tiered.tiers.forget(request.name)
         request.phase = "ended"
         request.end(outcome)
         return Ended(
@@ -429,4 +444,4 @@ class Engine:
                 f"{self.pool.available} free pages, {self.tree.pages} cached and "
                 f"{self.pool.quarantined} in quarantine are not all of {self.pool.size - 1}"
             )
-        return said
+        return said + (self.tiered.tiers.audit() if self.tiered is not None else [])

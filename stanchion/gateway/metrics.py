@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from stanchion.core.messages import Hello, Progress, Spec
+from stanchion.core.messages import Hello, Progress, Spec, TierProgress
 from stanchion.core.outcome import Outcome
 from stanchion.gateway.fleet import Fleet
 from stanchion.gateway.members import View
@@ -87,7 +87,9 @@ _COUNTERS = frozenset(
         "unknown_messages", "worker_lost", "engine_steps", "prefill_tokens",
         "engine_busy_seconds", "num_preemptions", "corrupted_requests", "spec_decode_num_drafts",
         "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "kv_bytes_sent",
-        "deadlines",
+        "deadlines", "kv_pages_lifted", "kv_pages_spilled", "kv_pages_not_spilled",
+        "kv_pages_fetched", "kv_fetch_timeouts", "kv_pages_bad_host", "disk_cache_stored",
+        "disk_cache_misses", "disk_cache_dropped", "disk_cache_errors",
     }
 )  # fmt: skip
 
@@ -131,6 +133,8 @@ def _values(view: View, permits: int) -> Iterator[Value]:
         yield from _load(said, ledger.hello)
         yield from _speculation(said)
         yield from _handoffs(said)
+        if said.tiers is not None:
+            yield from _tiers(said.tiers)
 
 
 def _load(said: Progress, hello: Hello | None) -> Iterator[Value]:
@@ -158,6 +162,38 @@ def _speculation(said: Progress) -> Iterator[Value]:
     if spec.proposed and spec.verify_steps:  # nothing measured: no value, never 0
         yield "spec_accept_rate", "Accepted / proposed", spec.accepted / spec.proposed
         yield "spec_accept_length", "Tokens a verify step", spec.tokens / spec.verify_steps
+
+
+def _tiers(said: TierProgress) -> Iterator[Value]:
+    yield "host_cache_pages", "KV pages of host memory", said.host_pages
+    yield "host_cache_pages_kept", "KV pages kept in host memory", said.host_kept
+    yield (
+        "host_cache_pages_quarantined",
+        "Pages of host memory not used again",
+        (said.host_quarantined),
+    )
+    yield "tier_copies", "Copies between KV tiers under way", said.copies
+    yield "kv_pages_lifted", "KV pages loaded from host memory", said.lifted
+    yield "kv_pages_spilled", "KV pages copied to host memory", said.spilled
+    yield "kv_pages_not_spilled", "KV pages that host memory had no room for", said.not_spilled
+    yield "kv_pages_fetched", "KV pages read from disk", said.fetched
+    yield "kv_fetch_timeouts", "Requests that did not wait for the disk to the end", said.timeouts
+    yield (
+        "kv_pages_bad_host",
+        "KV pages from host memory that differed",
+        said.bad_host,
+    )
+    yield "disk_cache_pages", "KV pages on disk", said.disk_pages
+    yield "disk_cache_bytes", "Bytes of KV on disk", said.disk_bytes
+    yield "disk_cache_stored", "KV pages written to disk", said.disk_stored
+    yield "disk_cache_misses", "KV pages on disk that were short, torn or gone", said.disk_misses
+    yield (
+        "disk_cache_dropped",
+        "KV pages not written, since the disk was slow or off",
+        (said.disk_dropped),
+    )
+    yield "disk_cache_errors", "Reads and writes that failed", said.disk_errors
+    yield "disk_cache_writing", "1 if KV is written to disk", float(said.disk_writing)
 
 
 def _handoffs(said: Progress) -> Iterator[Value]:

@@ -26,6 +26,7 @@ Chain = Callable[[Digest, bytes], Digest]
 @dataclass(eq=False)
 class Node:
     key: Digest
+    root: Digest
     parent: Node | None
     tokens: bytes
     pin: Pin
@@ -47,6 +48,7 @@ class PrefixTree:
         self._leaves: list[tuple[int, int, Node]] = []
         self._clock = 0
         self._serial = 0
+        self.on_evict: Callable[[list[Node]], None] | None = None  # before their pages are free
 
     @property
     def pages(self) -> int:
@@ -62,7 +64,7 @@ class PrefixTree:
         """The keys of all whole pages of `tokens`; `known` holds the first of them already."""
         keys = list(known)
         for at in range(len(keys), len(tokens) // self.page_tokens):
-            keys.append(self._link(keys[-1] if keys else root, self._page_bytes(tokens, at)))
+            keys.append(self._link(keys[-1] if keys else root, self.page_bytes(tokens, at)))
         return keys
 
     def match(self, keys: list[Digest], tokens: Tokens) -> Pages:
@@ -71,7 +73,7 @@ class PrefixTree:
         found: list[Node] = []
         for at, key in enumerate(keys):
             node = self._nodes.get(key)
-            if node is None or node.tokens != self._page_bytes(tokens, at):
+            if node is None or node.tokens != self.page_bytes(tokens, at):
                 break
             node.used = self._clock
             found.append(node)
@@ -79,7 +81,9 @@ class PrefixTree:
             self._offer(found[-1])
         return np.array([node.page for node in found], np.int32)
 
-    def publish(self, keys: list[Digest], tokens: Tokens, pages: Pages, first: int) -> Pages:
+    def publish(
+        self, root: Digest, keys: list[Digest], tokens: Tokens, pages: Pages, first: int
+    ) -> Pages:
         """Share pages first, first + 1, ... of a request; `keys` and `pages` start at its first.
 
         Return the tree's own pages for those that it has already, from somebody who computed the
@@ -96,7 +100,7 @@ class PrefixTree:
             if at and parent is None:
                 break  # its parent left: the run would be unreachable
             pin = self._pool.keep(pages[at : at + 1], "prefix")
-            node = Node(keys[at], parent, self._page_bytes(tokens, at), pin, self._clock)
+            node = Node(keys[at], root, parent, self.page_bytes(tokens, at), pin, self._clock)
             self._nodes[node.key] = node
             if parent is not None:
                 parent.children += 1
@@ -107,24 +111,33 @@ class PrefixTree:
     def evict(self, count: int) -> int:
         """Give back up to `count` pages that only the tree holds, least recently used first,
         leaves before their parents. Return how many."""
-        gone, held = 0, []
-        while gone < count and self._leaves:
+        gone: list[Node] = []
+        held = []
+        while len(gone) < count and self._leaves:
             used, _, node = heappop(self._leaves)
-            if node.children or node.used != used or not node.pin.held:
+            if node.children or node.used != used or self._nodes.get(node.key) is not node:
                 continue
             if int(self._pool.counts(node.pin.pages)[0]) > 1:
                 held.append(node)  # in use: it counts as used now
                 continue
-            self._leave(node)
-            gone += 1
+            self._forget(node)
+            gone.append(node)
         self._clock += 1
         for node in held:
             node.used = self._clock
             self._offer(node)
-        return gone
+        if self.on_evict is not None and gone:
+            self.on_evict(gone)
+        for node in gone:
+            node.pin.drop()
+        return len(gone)
 
     def flush(self) -> int:
-        return self.evict(len(self._nodes))
+        """Give back all that only the tree holds, for good."""
+        kept, self.on_evict = self.on_evict, None
+        gone = self.evict(len(self._nodes))
+        self.on_evict = kept
+        return gone
 
     def forget(self, pages: Pages) -> int:
         """Share these pages no more, nor what hangs below them. Return how many nodes left."""
@@ -133,11 +146,11 @@ class PrefixTree:
             if node.page in pages or (node.parent is not None and node.parent.key in bad):
                 bad[node.key] = node
         for node in reversed(bad.values()):
-            self._leave(node)
+            self._forget(node)
+            node.pin.drop()
         return len(bad)
 
-    def _leave(self, node: Node) -> None:
-        node.pin.drop()
+    def _forget(self, node: Node) -> None:
         del self._nodes[node.key]
         if (parent := node.parent) is not None:
             parent.children -= 1
@@ -153,5 +166,6 @@ class PrefixTree:
         self._serial += 1
         heappush(self._leaves, (leaf.used, self._serial, leaf))
 
-    def _page_bytes(self, tokens: Tokens, at: int) -> bytes:
+    def page_bytes(self, tokens: Tokens, at: int) -> bytes:
+        """The tokens of one whole page, as its key and its record have them."""
         return tokens[at * self.page_tokens : (at + 1) * self.page_tokens].tobytes()

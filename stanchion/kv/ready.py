@@ -28,6 +28,7 @@ class Ready:
     def __init__(self, pages: int, target_layers: int, layers: int, page_tokens: int) -> None:
         self.page_tokens = page_tokens
         self._target_layers = target_layers
+        self.layers = layers
         self._rows: NDArray[np.int32] = np.zeros((layers, pages), np.int32)
 
     def reset(self, pages: Pages) -> None:

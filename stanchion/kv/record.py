@@ -1,7 +1,8 @@
-"""What is known of a page that a tier keeps: everything but its bytes."""
+"""What tiers know of a prefix, and of a page that one keeps: everything but its bytes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from stanchion.core.identity import Digest
@@ -18,3 +19,16 @@ class Record:
     root: Digest
     tokens: bytes
     digests: bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """A prefix: the keys of its whole pages, and `tokens_of` each by its place."""
+
+    root: Digest
+    keys: Sequence[Digest]
+    tokens_of: Callable[[int], bytes]
+
+    def marks(self, first: int) -> list[tuple[Digest, bytes]]:
+        """(root, tokens) of each page from `first` on: what a record of it must say."""
+        return [(self.root, self.tokens_of(at)) for at in range(first, len(self.keys))]

@@ -18,6 +18,7 @@ from stanchion.engine.assemble import assemble
 from stanchion.engine.flight import Landed
 from stanchion.engine.loop import Engine, Landing
 from stanchion.engine.scheduler import Limits, Piece
+from stanchion.engine.tierplan import TierPlan
 from stanchion.kv.pages import Pin
 from stanchion.model.hashed import END_TOKEN, HashModel
 from stanchion.sim.choices import Choices
@@ -58,6 +59,7 @@ def hashed_engine(
     page_tokens: int = 16,
     top_k: int | None = None,
     failpoints: tuple[str, ...] = (),
+    tiers: TierPlan | None = None,
 ) -> Engine:
     limits = limits or Limits()
     return assemble(
@@ -67,6 +69,7 @@ def hashed_engine(
         eos_ids=(END_TOKEN,),
         failpoints=frozenset(failpoints),
         record_drafts=True,
+        tiers=tiers,
     ).engine
 
 

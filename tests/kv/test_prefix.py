@@ -22,7 +22,7 @@ def published(pool: PagePool, tree: PrefixTree, said: Tokens, root: bytes = ROOT
     """Put the whole pages of `said` into the tree, as a request that then leaves."""
     keys = tree.keys(root, said, [])
     pin = pool.take(len(keys), "request")
-    tree.publish(keys, said, pin.pages, 0)
+    tree.publish(b"root", keys, said, pin.pages, 0)
     pages: list[int] = pin.pages.tolist()
     pin.drop()
     return pages
@@ -107,12 +107,12 @@ def test_who_computed_the_same_holds_the_trees_pages() -> None:
     said = tokens(8)
     keys = tree.keys(ROOT, said, [])
     first, second = pool.take(2, "first"), pool.take(2, "second")
-    assert len(tree.publish(keys[:1], said, first.pages, 0)) == 0
-    known = tree.publish(keys[:1], said, second.pages, 0)
+    assert len(tree.publish(b"root", keys[:1], said, first.pages, 0)) == 0
+    known = tree.publish(b"root", keys[:1], said, second.pages, 0)
     assert known.tolist() == first.pages[:1].tolist()
     held = pool.regrip(known, "second")
     first.drop()
-    assert len(tree.publish(keys, said, second.pages, 1)) == 0
+    assert len(tree.publish(b"root", keys, said, second.pages, 1)) == 0
     assert tree.evictable == 0 and tree.evict(9) == 0
     second.drop()
     held.drop()
@@ -134,7 +134,7 @@ def test_what_can_be_evicted_is_counted_exactly() -> None:
             shared = pool.regrip(hit, "r")
             own = pool.take(len(keys) - len(hit), "r")
             pages = np.concatenate([shared.pages, own.pages])
-            tree.publish(keys, said, pages, len(hit))
+            tree.publish(b"root", keys, said, pages, len(hit))
             pins += [shared, own]
         while pins and choices.pick(2):
             pins.pop(choices.pick(len(pins))).drop()
