@@ -77,12 +77,25 @@ FOLDERS_MAY_TOUCH: dict[str, set[str]] = {
 # No object deserialisation, nowhere.
 FORBIDDEN = {"pickle", "marshal", "dill", "shelve", "cloudpickle"}
 
-# Words that belong to one file each.
+# Words that belong to these files alone. An arena is memory without doors: those who copy behind
+# the doors that they opened have it, and those who say to peers where it is.
 ONLY_IN = {
-    "wait_event": "device/cuda.py",
-    "record_event": "device/cuda.py",
-    "_value": "device/stream.py",
-    "_free": "kv/pages.py",
+    "wait_event": ("device/cuda.py",),
+    "record_event": ("device/cuda.py",),
+    "_value": ("device/stream.py",),
+    "_free": ("kv/pages.py",),
+    "arena": (
+        "kv/store.py",
+        "kv/copy.py",
+        "kv/transfer/shm.py",
+        "kv/transfer/nixl.py",
+        "disagg/assemble.py",
+        "engine/assemble.py",
+        "engine/tierplan.py",
+        "cli/bench/handoff.py",
+        "cli/bench/memory.py",
+        "cli/bench/target.py",
+    ),
 }
 
 LINES_PER_FILE = 450
@@ -150,7 +163,7 @@ def test_some_words_live_in_one_file() -> None:
     for name, tree in modules():
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and node.attr in ONLY_IN:
-                assert name == ONLY_IN[node.attr], f"{name}:{node.lineno} says {node.attr}"
+                assert name in ONLY_IN[node.attr], f"{name}:{node.lineno} says {node.attr}"
 
 
 def test_no_task_is_an_orphan() -> None:

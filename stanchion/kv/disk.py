@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from stanchion.core.errors import ConfigError
 from stanchion.core.identity import Digest
 from stanchion.device.stream import JobQueue, Mark, Pages
 from stanchion.kv import diskfile
@@ -34,7 +35,6 @@ RETRY_S = 30.0
 class File:
     object: Object
     reads: int = 0  # that have not ended
-    leaving: bool = False
 
 
 @dataclass(eq=False)
@@ -116,6 +116,8 @@ class DiskTier:
     _writing: list[tuple[Writing, Storing]] = field(default_factory=list)
     _coming: dict[Digest, Writing] = field(default_factory=dict)
     _fetching: list[Fetching] = field(default_factory=list)
+    _leaving: dict[Path, File] = field(default_factory=dict)  # once nobody reads them
+    _removals: list[tuple[Mark, Path]] = field(default_factory=list)  # that have not ended
 
     @classmethod
     def open_in(
@@ -138,8 +140,7 @@ class DiskTier:
             folder, capacity_bytes, schema, memory, page_bytes, *queues, in_flight_max, clock
         )
         try:
-            tier._lock = diskfile.lock(folder)
-            tier._take_in()
+            tier._begin()
         except OSError as error:
             tier._rest(error)
         return tier
@@ -172,8 +173,15 @@ class DiskTier:
     def lacking(self, keys: Sequence[Digest]) -> list[bool]:
         return [key not in self._where and key not in self._coming for key in keys]
 
-    def _take_in(self) -> None:
-        for path, found in diskfile.scan(self.folder, self.schema, self.page_bytes):
+    def _begin(self) -> None:
+        lock = diskfile.lock(self.folder)
+        try:
+            files = list(diskfile.scan(self.folder, self.schema, self.page_bytes))
+        except OSError:
+            diskfile.unlock(lock)
+            raise
+        self._lock = lock
+        for path, found in files:
             if found is None:
                 self.counters.misfits += 1
                 diskfile.remove(path)
@@ -208,9 +216,16 @@ class DiskTier:
     def _write(self, wanted: list[tuple[Record, int]], storing: Storing) -> None:
         records = [one for one, _ in wanted]
         size = diskfile.size_of(self.schema, records, self.page_bytes)
-        if not self._make_room(size):
+        path = diskfile.path_of(self.folder, records[-1].key)
+        if path in self._leaving or not self._make_room(size):
             self.counters.dropped += len(wanted)
             return
+        if (namesake := self._files.get(path)) is not None:
+            # It has this page too, though the index knew it from a file that has left since.
+            self._leave(namesake)
+            if namesake.reads:
+                self.counters.dropped += len(wanted)
+                return
         writing = Writing(records, size)
         self.bytes_kept += size
         self._coming |= dict.fromkeys((one.key for one in records), writing)
@@ -227,13 +242,21 @@ class DiskTier:
             writing.error = error
 
     def _make_room(self, size: int) -> bool:
-        for file in list(self._files.values()):
-            if self.bytes_kept + size <= self.capacity_bytes:
+        """Nothing leaves where all of it would not do."""
+        over = self.bytes_kept + size - self.capacity_bytes
+        leaving: list[File] = []
+        for file in self._files.values():
+            if over <= 0:
                 break
             if not file.reads:
-                self.counters.evicted_pages += len(file.object.header.pages)
-                self._leave(file)
-        return self.bytes_kept + size <= self.capacity_bytes
+                leaving.append(file)
+                over -= file.object.size
+        if over > 0:
+            return False
+        for file in leaving:
+            self.counters.evicted_pages += len(file.object.header.pages)
+            self._leave(file)
+        return True
 
     def _may_write(self) -> bool:
         if self._off_until is None:
@@ -242,14 +265,15 @@ class DiskTier:
             return False
         if self._lock is None:
             try:
-                self._lock = diskfile.lock(self.folder)
-            except OSError as error:
+                self._begin()
+            except (ConfigError, OSError) as error:
                 self._rest(error)
                 return False
         return True  # once: if it fails, it rests again
 
-    def _rest(self, error: OSError) -> None:
-        said = f"no KV is stored in {self.folder} for {RETRY_S:g} s: {error.strerror or error}"
+    def _rest(self, error: ConfigError | OSError) -> None:
+        why = error.strerror if isinstance(error, OSError) else None
+        said = f"no KV is stored in {self.folder} for {RETRY_S:g} s: {why or error}"
         if self.warning is None:
             log.warning(said)
         self.warning, self._off_until = said, self.clock() + RETRY_S
@@ -294,12 +318,16 @@ class DiskTier:
     # ---- what has ended ---------------------------------------------------------------------
 
     def poll(self) -> None:
-        ended = [one for one in self._writing if self.writes.passed(one[0].mark)]
-        self._writing = [one for one in self._writing if not self.writes.passed(one[0].mark)]
-        for writing, storing in ended:
+        still = []  # each is asked once: it may end while we look
+        for writing, storing in self._writing:
+            if not self.writes.passed(writing.mark):
+                still.append((writing, storing))
+                continue
             self._written(writing)
             storing.left -= 1
             storing.ended = not storing.left
+        self._writing = still
+        self._removals = [one for one in self._removals if not self.writes.passed(one[0])]
         for fetching in self._fetching:
             for reading in [one for one in fetching.readings if self.reads.passed(one.mark)]:
                 fetching.readings.remove(reading)
@@ -336,9 +364,10 @@ class DiskTier:
             self.counters.read_errors += 1
             self.counters.misses += len(reading.places) - len(reading.found)
             log.warning("disk tier: %s is not used again: %s", file.object.path, reading.why)
-            if not file.leaving:
+            if file.object.path in self._files:
                 self._leave(file)
-        if file.leaving and not file.reads:
+                return
+        if not file.reads and self._leaving.pop(file.object.path, None) is not None:
             self._unlink(file)
 
     # ---- leaving ----------------------------------------------------------------------------
@@ -364,17 +393,24 @@ class DiskTier:
             known = self._where.get(head.key)
             if known is not None and known[0] is file:
                 del self._where[head.key]
-        file.leaving = True
-        if not file.reads:
+        if file.reads:
+            self._leaving[file.object.path] = file
+        else:
             self._unlink(file)
 
     def _unlink(self, file: File) -> None:
         self.bytes_kept -= file.object.size
-        self.writes.submit(partial(diskfile.remove, file.object.path))
+        path = file.object.path
+        self._removals.append((self.writes.submit(partial(diskfile.remove, path)), path))
 
     def close(self) -> None:
+        """What was to leave does, though its turn never came: a restart must not find it."""
         self.reads.close()
         self.writes.close()
+        made = [one.made.path for one, _ in self._writing if one.unwanted and one.made is not None]
+        for path in [*made, *self._leaving, *(path for _, path in self._removals)]:
+            if path not in self._files:
+                diskfile.remove(path)
         if self._lock is not None:
             diskfile.unlock(self._lock)
             self._lock = None
@@ -382,6 +418,13 @@ class DiskTier:
     def audit(self) -> list[str]:
         """With nothing open: the bytes are those of the files, and nobody reads one."""
         said = [f"{one.object.path.name} is read" for one in self._files.values() if one.reads]
+        said += [f"{path.name} has not left" for path in self._leaving if not self.open]
+        known = {file.object.path: file for file, _ in self._where.values()}
+        said += [
+            f"{path.name} is in the index, and not among the files"
+            for path, file in known.items()
+            if self._files.get(path) is not file
+        ]
         size = sum(one.object.size for one in self._files.values())
         if not self.open and size != self.bytes_kept:
             said.append(f"{self.bytes_kept} bytes are counted, the files have {size}")

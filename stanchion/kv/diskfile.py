@@ -87,8 +87,11 @@ def lock(folder: Path) -> int:
     except BlockingIOError:
         os.close(descriptor)
         raise ConfigError(f"another process keeps its KV in {folder}") from None
+    except OSError:
+        os.close(descriptor)
+        raise
     for left in folder.glob("*" + UNFINISHED):
-        left.unlink()
+        remove(left)
     return descriptor
 
 
@@ -127,6 +130,7 @@ def write(folder: Path, schema: str, pages: Sequence[tuple[Record, Bytes]]) -> O
         _sync_folder(folder)
     except OSError:
         remove(unfinished)
+        remove(path)
         raise
     return Object(path, _header(head)[0], len(head), len(head) + page_bytes * len(pages))
 

@@ -24,10 +24,16 @@ from stanchion.core.outcome import (
 )
 from stanchion.core.request import Sampling
 from stanchion.device.stream import Pages
+from stanchion.disagg import handoff as h
 from stanchion.disagg import words
+from stanchion.disagg.check import Mode
 from stanchion.disagg.decode import DecodeSide
 from stanchion.disagg.peer import Peer
+from stanchion.disagg.prefill import PrefillSide, Session
+from stanchion.engine.request import Request
 from stanchion.engine.scheduler import Limits
+from stanchion.kv.layout import Key, Layout, Spans, spans
+from stanchion.kv.transfer import courier
 from tests.disagg.rig import TIMES, Cluster, Held, Settings, decode, differs, held, prefill, start
 
 # A pool of 39 pages of 16 tokens: a request of 31 pages leaves no room for another of 20.
@@ -200,9 +206,8 @@ def test_a_source_given_back_early_is_caught() -> None:
     assert isinstance(cluster.outcome("a"), OutputSuspect)
 
 
-@pytest.mark.parametrize("when", ["before", "mid", "after"])
-def test_a_dead_decode_leaves_nothing_on_prefill(when: str) -> None:
-    cluster = Cluster.of(SMALL)
+def decode_dies(cluster: Cluster, when: str) -> None:
+    """A new life takes its place, and a lease passes: nothing of the old one is on prefill."""
     lane = held(cluster)
     cluster.step([start(cluster, "a", 490)])
     side = cluster.prefills[0]
@@ -218,7 +223,14 @@ def test_a_dead_decode_leaves_nothing_on_prefill(when: str) -> None:
     del cluster.heard["a"]
     for _ in range(80):
         cluster.step()
-    assert side.open == 0 and side.pages_held == 0 and side.audit() == []
+    assert (side.open, side.pages_held, side.audit()) == (0, 0, []), "prefill holds pages"
+
+
+@pytest.mark.parametrize("when", ["before", "mid", "after"])
+def test_a_dead_decode_leaves_nothing_on_prefill(when: str) -> None:
+    cluster = Cluster.of(SMALL)
+    decode_dies(cluster, when)
+    side = cluster.prefills[0]
     again = start(cluster, "again", 490)
     cluster.step([again])
     cluster.settle()
@@ -226,9 +238,42 @@ def test_a_dead_decode_leaves_nothing_on_prefill(when: str) -> None:
     assert len(side.sessions) == 1
 
 
-@pytest.mark.parametrize("when", ["before", "mid", "after"])
-def test_a_dead_prefill_ends_its_requests_and_frees_their_pages(when: str) -> None:
-    cluster = Cluster.of(SMALL, prefills=2)
+def test_a_prefill_that_waits_for_decodes_word_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrong variant: the source is let go when decode says that it is settled, and by nothing
+    else. It gives all back while decode lives."""
+    true_step, true_hear = h.prefill, PrefillSide.hear
+
+    def step(state: h.Prefill, event: h.PrefillEvent) -> tuple[h.Prefill, tuple[h.Effect, ...]]:
+        after, effects = true_step(state, event)
+        return after, tuple(one for one in effects if not isinstance(one, h.Unpin))
+
+    def hear(self: PrefillSide, word: words.FromDecode, address: bytes, now: float) -> None:
+        session = None if isinstance(word, words.Meet) else self.sessions.get(word.session)
+        for sending in () if session is None else session.handoffs.values():
+            if sending.closed and sending.number < word.settled:
+                for pin in sending.pins:
+                    pin.drop()
+                sending.pins = []
+        true_hear(self, word, address, now)
+
+    monkeypatch.setattr(h, "prefill", step)
+    monkeypatch.setattr(PrefillSide, "hear", hear)
+    monkeypatch.setattr(PrefillSide, "_reap", lambda self, now: None)  # its watchdog only logged
+    alive = Cluster.of(SMALL)
+    one = start(alive, "a", 490)
+    alive.step([one])
+    alive.settle()
+    for _ in range(6):
+        alive.step()  # a beat says that it is settled
+    answers(alive, one)
+    assert alive.audit() == []
+    with pytest.raises(AssertionError, match="prefill holds pages"):
+        decode_dies(Cluster.of(SMALL), "mid")
+
+
+def prefill_dies(cluster: Cluster, when: str) -> None:
+    """Silent, then known to have ended, then there anew: its requests end, their pages wait for
+    that evidence, and come back with it."""
     lane = held(cluster)
     side, old = cluster.decodes[0], cluster.prefills[0]
     cluster.step([start(cluster, "a", 490)])
@@ -252,26 +297,62 @@ def test_a_dead_prefill_ends_its_requests_and_frees_their_pages(when: str) -> No
     cluster.prefills[0] = prefill("prefill-0", 77, cluster.settings)
     del cluster.stopped[0]
     cluster.wire.clear()
-    cluster.settle()
+    cluster.settle(100)
     assert cluster.audit() == []
+
+
+@pytest.mark.parametrize("when", ["before", "mid", "after"])
+def test_a_dead_prefill_ends_its_requests_and_frees_their_pages(when: str) -> None:
+    cluster = Cluster.of(SMALL, prefills=2)
+    prefill_dies(cluster, when)
     again = start(cluster, "again", 490, at=0)
     cluster.step([again])
     cluster.settle()
     answers(cluster, again)
 
 
+@pytest.mark.parametrize("when", ["mid", "after"])
+def test_a_decode_that_waits_for_prefills_word_is_caught(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wrong variant: that its process ended means nothing, only Written or Drained frees."""
+    monkeypatch.setattr(DecodeSide, "peer_ended", lambda self, incarnation: None)
+    cluster = Cluster.of(SMALL, prefills=2)
+    with pytest.raises(AssertionError, match="still busy: .*handoff 1 is cancelling"):
+        prefill_dies(cluster, when)
+    assert cluster.decodes[0].pages_held == 31
+
+
+def refused(cluster: Cluster, name: str, length: int) -> Outcome:
+    """Offered to a prefill worker that does not take it: over at once, with nothing held."""
+    cluster.step([start(cluster, name, length)])
+    cluster.settle(10)
+    assert cluster.audit() == []
+    return cluster.outcome(name)
+
+
 def test_a_prefill_that_refuses_is_heard_at_once() -> None:
     cluster = Cluster.of(SMALL)
     cluster.prefills[0].engine = replace_context(cluster.prefills[0].engine, 100)
-    cluster.step([start(cluster, "a", 490)])
-    cluster.settle()
-    outcome = cluster.outcome("a")
+    outcome = refused(cluster, "a", 490)
     assert isinstance(outcome, PeerLost) and "over the 100 that fit here" in outcome.message
     cluster.prefills[0].draining = True
-    cluster.step([start(cluster, "b", 50)])
-    cluster.settle()
-    assert isinstance(cluster.outcome("b"), Overloaded)
-    assert cluster.audit() == [] and cluster.now < 2.0
+    assert isinstance(refused(cluster, "b", 50), Overloaded)
+
+
+def test_a_refusal_that_nobody_is_told_of_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrong variant: who cannot take an offer forgets it."""
+    true_offer = PrefillSide._offer
+
+    def offer(self: PrefillSide, session: Session, word: words.Offer) -> None:
+        if not self.draining:
+            true_offer(self, session, word)
+
+    monkeypatch.setattr(PrefillSide, "_offer", offer)
+    cluster = Cluster.of(SMALL)
+    cluster.prefills[0].draining = True
+    with pytest.raises(AssertionError, match="still busy: .*handoff 1 is offered"):
+        refused(cluster, "a", 50)
 
 
 def replace_context(engine: Any, context_max: int) -> Any:
@@ -437,15 +518,55 @@ def test_a_pair_that_does_not_fit_is_refused_by_name() -> None:
     assert cluster.audit() == []
 
 
+def unequal(prefill_drafts: int, decode_drafts: int, check: Mode = "off") -> Outcome:
+    """A pair with so many drafts on each side: it answers right, or names what does not fit."""
+    there, here = (
+        replace(SMALL, limits=Limits(chunk_tokens=64, draft_tokens=drafts), check=check)
+        for drafts in (prefill_drafts, decode_drafts)
+    )
+    cluster = Cluster(here, [prefill("prefill-0", 1, there)], [decode("d", 101, here)])
+    one = start(cluster, "a", 50)
+    cluster.step([one])
+    cluster.settle()
+    outcome, heard = cluster.outcome("a"), cluster.heard["a"]
+    said = differs(one, heard, here)
+    assert said is None, said
+    if not isinstance(outcome, Completed):
+        assert isinstance(outcome, PeerLost) and "of layer 3" in outcome.message, outcome
+        assert not heard.tokens
+    assert cluster.audit() == []
+    return outcome
+
+
 @pytest.mark.parametrize("drafts", [(0, 3), (3, 0)])
 def test_a_draft_layer_on_one_side_only_is_refused_by_its_buffers(drafts: tuple[int, int]) -> None:
-    sides = [replace(SMALL, limits=Limits(chunk_tokens=64, draft_tokens=count)) for count in drafts]
-    cluster = Cluster(sides[1], [prefill("prefill-0", 1, sides[0])], [decode("d", 101, sides[1])])
-    cluster.step([start(cluster, "a", 50)])
-    cluster.settle()
-    outcome = cluster.outcome("a")
-    assert isinstance(outcome, PeerLost) and "of layer 3" in outcome.message
-    assert cluster.audit() == []
+    assert isinstance(unequal(*drafts), PeerLost)
+
+
+def by_position(
+    ours: Layout, theirs: Layout, layer: int, source: Pages, destination: Pages, last_rows: int
+) -> Spans:
+    """`spans`, with the peer's buffers taken from a list of its bases, all of one kind and then all
+    of the next, at the places that they have in ours."""
+
+    def listed(layout: Layout) -> list[Key]:
+        return sorted(layout.buffers, key=lambda key: (key[1], key[0]))
+
+    taken = zip(listed(ours), listed(theirs), strict=False)
+    named = replace(theirs, buffers={key: theirs.buffers[other] for key, other in taken})
+    return spans(ours, named, layer, source, destination, last_rows)
+
+
+def test_buffers_taken_by_position_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrong variant: nobody compares the two layouts, and a buffer is a place in a list. It
+    does well while both sides have the draft layer; if decode alone has it, bases are off."""
+    monkeypatch.setattr(courier, "check_layouts", lambda ours, theirs: None)
+    monkeypatch.setattr(courier, "spans", by_position)
+    assert isinstance(unequal(3, 3), Completed)
+    with pytest.raises(AssertionError, match="a differs"):
+        unequal(0, 3)
+    with pytest.raises(AssertionError, match="OutputSuspect"):
+        unequal(0, 3, check="full")
 
 
 # ---- D02, D39: no shared slot, no name of a client's ------------------------------------------
@@ -469,21 +590,39 @@ def test_64_requests_over_a_slow_wire_mix_nothing_and_none_is_cut_off() -> None:
     answers(cluster, *starts)
 
 
-def test_the_machine_is_used_by_requests_of_one_name_after_each_other() -> None:
-    """A name that comes again while its first handoff is still draining is another handoff."""
+def one_after_the_other(first_name: str, second_name: str) -> None:
+    """The second comes while the handoff of the first is still draining, and is another one."""
     cluster = Cluster.of(replace(SMALL, pages=120))
     lane = held(cluster)
-    first = start(cluster, "same", 490)
-    cluster.step([first])
+    cluster.step([start(cluster, first_name, 490)])
     cluster.until(lambda: len(lane.writes) > 3)
-    cluster.step([Abort("same", "client")])
-    assert cluster.outcome("same") == Cancelled("client")
-    second = start(cluster, "same", 400, salt=9)
+    cluster.step([Abort(first_name, "client")])
+    assert cluster.outcome(first_name) == Cancelled("client")
+    second = start(cluster, second_name, 400, salt=9)
     cluster.step([second])
     lane.release()
     cluster.settle()
     answers(cluster, second)
     assert cluster.audit() == []
+
+
+def test_the_machine_is_used_by_requests_of_one_name_after_each_other() -> None:
+    one_after_the_other("same", "same")
+
+
+def test_a_handoff_known_by_its_requests_name_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrong variant: the name is the key, and nothing is minted. Other names do well."""
+    true_begin = DecodeSide._begin
+
+    def begin(self: DecodeSide, request: Request, now: float) -> None:
+        self._numbers = int.from_bytes(request.name[:6].encode())
+        true_begin(self, request, now)
+
+    monkeypatch.setattr(DecodeSide, "_begin", begin)
+    monkeypatch.setattr(DecodeSide, "_settled", lambda self, peer: 0)  # names have no order
+    one_after_the_other("one", "other")
+    with pytest.raises(AssertionError, match="PeerLost"):
+        one_after_the_other("same", "same")
 
 
 # ---- sessions: a late word of an earlier one says nothing of this one --------------------------

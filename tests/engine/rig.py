@@ -60,6 +60,7 @@ def hashed_engine(
     top_k: int | None = None,
     failpoints: tuple[str, ...] = (),
     tiers: TierPlan | None = None,
+    poisoned: bool = False,
 ) -> Engine:
     limits = limits or Limits()
     return assemble(
@@ -69,6 +70,7 @@ def hashed_engine(
         eos_ids=(END_TOKEN,),
         failpoints=frozenset(failpoints),
         record_drafts=True,
+        poisoned=poisoned,
         tiers=tiers,
     ).engine
 

@@ -6,16 +6,19 @@ whoever reads too early finds what the page held before, every time and not now 
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from stanchion.core.messages import Abort, Ended, Start
 from stanchion.core.request import Sampling
-from stanchion.device.stream import JobQueue
+from stanchion.device.stream import JobQueue, Queue
 from stanchion.engine.loop import Engine
 from stanchion.engine.scheduler import Limits
 from stanchion.engine.tierplan import TierPlan
+from stanchion.kv.tiers import Tiers
 from stanchion.sim.choices import Choices, seeded
 from stanchion.sim.late import LateQueue
 from tests.engine.rig import Heard, hashed_engine, solo
@@ -143,3 +146,125 @@ def tiered(
     plan = replace(plan or TierPlan(sizes.host), queue=queues, slots=sizes.host)
     limits = Limits(chunk_tokens=sizes.chunk_tokens, running_max=8)
     return hashed_engine(limits, sizes.device, PAGE, top_k, tiers=plan), queues
+
+
+# ---- one prefix, pushed out to a tier and asked for again ------------------------------------
+
+
+@dataclass
+class Stalling:
+    """A queue that does each job at once, until one stalls: then what follows is done when somebody
+    stands still for it. `stall` is the load's delay."""
+
+    jobs: deque[Callable[[], None]] = field(default_factory=deque)
+    done: int = 0
+    stalled: bool = False
+    stalls: int = 0
+
+    def stall(self, seconds: float) -> None:
+        self.stalled, self.stalls = True, self.stalls + 1
+
+    def submit(self, job: Callable[[], None]) -> int:
+        self.jobs.append(job)
+        mark = self.mark()
+        self._go()
+        return mark
+
+    def mark(self) -> int:
+        return self.done + len(self.jobs)
+
+    def wait(self, other: Queue, mark: int) -> None:
+        self.submit(lambda: other.finish(mark))
+
+    def passed(self, mark: int) -> bool:
+        return self.done >= mark
+
+    def finish(self, mark: int) -> None:
+        while self.done < mark:
+            self.stalled = False
+            self._go()
+
+    def turn(self) -> None:
+        self.stalled = False
+        self._go()
+
+    def close(self) -> None:
+        self.jobs.clear()
+
+    def _go(self) -> None:
+        while self.jobs and not self.stalled:
+            self.jobs.popleft()()
+            self.done += 1
+
+
+@dataclass
+class Still:
+    """Tiers whose queues do everything at once, but for what is said to stall."""
+
+    made: dict[str, Stalling] = field(default_factory=dict)
+
+    def __call__(self, name: str) -> JobQueue:
+        self.made[name] = Stalling()
+        return self.made[name]
+
+    def turn(self) -> None:
+        for queue in self.made.values():
+            queue.turn()
+
+    def stall(self, seconds: float) -> None:
+        self.made["load"].stall(seconds)
+
+
+def still_engine(
+    plan: TierPlan, device: int = 48, top_k: int | None = None, drafts: int = 3
+) -> tuple[Engine, Still]:
+    still = Still()
+    plan = replace(plan, queue=still, sleep=still.stall)
+    limits = Limits(chunk_tokens=256, running_max=8, draft_tokens=drafts)
+    return hashed_engine(limits, device, PAGE, top_k, tiers=plan, poisoned=True), still
+
+
+def run_all(engine: Engine, queues: Still | Queues, starts: list[Start]) -> dict[str, Heard]:
+    """All at once, to their ends, and until no copy is left."""
+    heard = {start.request: Heard() for start in starts}
+    messages: list[Start | Abort] = list(starts)
+    for _ in range(100_000):
+        for message in engine.step(messages):
+            heard[message.request].take(message)
+        messages = []
+        queues.turn()
+        if not engine.busy:
+            return heard
+    raise AssertionError("the engine makes no progress")
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    return list(np.random.default_rng(seed).integers(32, 127, tokens).tolist())
+
+
+def asks(name: str, tokens: list[int], output: int = 12, tenant: str = "") -> Start:
+    sampling = Sampling(max_tokens=output, temperature=0.0, ignore_eos=True)
+    return Start(request=name, tokens=tokens, sampling=sampling, tenant=tenant)
+
+
+def push_out(
+    engine: Engine, queues: Still | Queues, fillers: int, tokens: int = 400, first: int = 900
+) -> None:
+    """Fill the device, and the host where it is small, with other people's prompts."""
+    for at in range(fillers):
+        run_all(engine, queues, [asks(f"filler {first + at}", prompt(first + at, tokens), 1)])
+
+
+def cached(heard: Heard) -> int:
+    (end,) = heard.ends
+    return end.cached_tokens
+
+
+def close(engine: Engine) -> None:
+    assert engine.tiered is not None
+    engine.tiered.tiers.close()
+
+
+def tiers_of(engine: Engine) -> Tiers:
+    assert engine.tiered is not None
+    return engine.tiered.tiers
