@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 import zmq
 
-from stanchion.core.messages import Drain, Ended, Greet, Hello, Start, decode_from_worker, encode
+from stanchion.core.messages import (
+    Drain,
+    Ended,
+    Greet,
+    Hello,
+    Start,
+    decode_from_worker,
+    decode_to_worker,
+    encode,
+)
 from stanchion.core.outcome import Completed, Overloaded
-from stanchion.disagg import words
+from stanchion.disagg import link, words, worker
 from stanchion.disagg.link import DecodeLink, PrefillLink
 from stanchion.disagg.worker import UnifiedSide, Worker
 from tests.disagg.rig import GREEDY, Cluster, Settings, start
 from tests.engine.rig import hashed_engine
+
+
+Parse = Callable[[bytes], object]
 
 
 class Gadget:
@@ -63,9 +78,8 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
     made.destroy(linger=0)
 
 
-def test_garbage_on_a_workers_socket_harms_no_request(
-    context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path
-) -> None:
+def garbage_to_a_worker(context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path) -> None:
+    """A request is under way, garbage comes: the request completes, and no gadget runs."""
     router, dealer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
     router.bind(f"ipc://{tmp_path}/w")
     dealer.connect(f"ipc://{tmp_path}/w")
@@ -85,12 +99,18 @@ def test_garbage_on_a_workers_socket_harms_no_request(
         while dealer.poll(0):
             said = decode_from_worker(dealer.recv())
             ended += [said] if isinstance(said, Ended) else []
-    assert ended[0].outcome == Completed("length") and not (tmp_path / "owned").exists()
+    assert ended[0].outcome == Completed("length")
+    assert not (tmp_path / "owned").exists(), "the gadget ran"
 
 
-def test_garbage_between_decode_and_prefill_harms_no_handoff(
+def test_garbage_on_a_workers_socket_harms_no_request(
     context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path
 ) -> None:
+    garbage_to_a_worker(context, tmp_path)
+
+
+def garbage_to_prefill(context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path) -> None:
+    """A handoff is under way, garbage comes: it completes, no gadget runs, nobody answers."""
     cluster = Cluster.of(Settings())
     prefill, decode = cluster.prefills[0], cluster.decodes[0]
     router, stranger = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
@@ -120,17 +140,56 @@ def test_garbage_between_decode_and_prefill_harms_no_handoff(
         other.hear(now)
         said = decode.step([], now)
     (end,) = (message for message in said if isinstance(message, Ended))
-    assert end.outcome == Completed("length") and not (tmp_path / "owned").exists()
+    assert end.outcome == Completed("length")
+    assert not (tmp_path / "owned").exists(), "the gadget ran"
     assert not stranger.poll(0), "nobody answers garbage"
     other.close()
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_flipped_bytes_are_refused_or_mean_another_word(seed: int) -> None:
-    """Whatever a frame becomes, it parses to a word within its bounds, or not at all."""
-    import msgspec
-    import numpy as np
+def test_garbage_between_decode_and_prefill_harms_no_handoff(
+    context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path
+) -> None:
+    garbage_to_prefill(context, tmp_path)
 
+
+def unpickled(decode: Parse) -> Parse:
+    """The wrong variant: what is no message of ours may be anybody's pickled object."""
+
+    def parse(frame: bytes) -> object:
+        try:
+            return decode(frame)
+        except msgspec.DecodeError:
+            with suppress(pickle.UnpicklingError, EOFError, AttributeError, IndexError, ValueError):
+                pickle.loads(frame).close()
+            raise
+
+    return parse
+
+
+def untyped(word: type[msgspec.Struct]) -> Parse:
+    """The wrong variant: fields are looked up in whatever came, in the hope that they are there."""
+
+    def parse(frame: bytes) -> object:
+        said = msgspec.msgpack.decode(frame)
+        return word(**{name: said[name] for name in word.__struct_fields__})
+
+    return parse
+
+
+def test_unpickling_what_comes_is_caught(
+    context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "decode_to_worker", unpickled(decode_to_worker))
+    with pytest.raises(AssertionError, match="the gadget ran"):
+        garbage_to_a_worker(context, tmp_path)
+    (tmp_path / "owned").unlink()
+    monkeypatch.setattr(link, "decode_from_decode", unpickled(words.decode_from_decode))
+    with pytest.raises(AssertionError, match="the gadget ran"):
+        garbage_to_prefill(context, tmp_path)
+
+
+def flip_bytes(decode: Parse, seed: int) -> None:
+    """Whatever a frame becomes, it parses to a word within its bounds, or not at all."""
     rng = np.random.default_rng(seed)
     frame = words.encode(
         words.Offer(
@@ -144,12 +203,33 @@ def test_flipped_bytes_are_refused_or_mean_another_word(seed: int) -> None:
         for _ in range(1 + int(rng.integers(3))):
             changed[int(rng.integers(len(changed)))] = int(rng.integers(256))
         try:
-            word = words.decode_from_decode(bytes(changed))
+            word = decode(bytes(changed))
         except (msgspec.MsgspecError, RecursionError):
             continue
         parsed += 1
-        assert not isinstance(word, words.Offer) or all(page >= 1 for page in word.pages)
+        if isinstance(word, words.Offer):
+            assert all(page >= 1 for page in word.pages), "a page is out of bounds"
     assert parsed > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_flipped_bytes_are_refused_or_mean_another_word(seed: int) -> None:
+    flip_bytes(words.decode_from_decode, seed)
+
+
+class Unbounded(words.Offer, frozen=True, kw_only=True, tag="offer"):
+    """The wrong variant: typed, and as large or small as the peer likes."""
+
+    number: int
+    first_page: int
+    pages: list[int]  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_word_without_bounds_is_caught(seed: int) -> None:
+    wrong = msgspec.msgpack.Decoder(words.Meet | Unbounded | words.Cancel | words.Beat).decode
+    with pytest.raises(AssertionError, match="a page is out of bounds"):
+        flip_bytes(wrong, seed)
 
 
 def test_another_gateway_ends_the_drain_of_the_one_before(

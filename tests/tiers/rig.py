@@ -88,7 +88,7 @@ def drive(
         if queues is not None:
             queues.turn()
         run.steps += 1
-        idle = 0 if said or engine.flight else idle + 1
+        idle = 0 if said or engine.flight or queues is None else idle + 1
         assert idle < 100_000, "the engine makes no progress"
     return run
 
