@@ -62,6 +62,13 @@ class Check:
     def names(self) -> list[tuple[int, str]]:
         return sorted((one.layer, one.name) for one in self.schema.buffers)
 
+    def nothing(self, pages: int) -> list[Digests]:
+        """Per layer, digests of so many pages, to be filled in."""
+        counts = [0] * self.schema.layers
+        for one in self.schema.buffers:
+            counts[one.layer] += 1
+        return [np.zeros((count, pages), np.uint64) for count in counts]
+
     def difference(
         self, places: Sequence[int] | NDArray[np.int64], expected: Digests, actual: Digests
     ) -> Differs | None:

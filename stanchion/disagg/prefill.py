@@ -263,7 +263,7 @@ class PrefillSide:
         sending.first_page, sending.prompt_tokens = word.first_page, len(word.tokens)
         sending.destination = np.array(word.pages, np.int32)
         sending.sent = [word.first_page] * self.check.schema.layers
-        sending.digests = self._no_digests(total - word.first_page)
+        sending.digests = self.check.nothing(total - word.first_page)
         self._names[sending.name] = session, sending
         sampling = Sampling(max_tokens=0, prompt_logprobs=word.prompt_logprobs)
         self._heard.append(
@@ -304,6 +304,10 @@ class PrefillSide:
                 sending.pins = [pin.share(holder) for pin in request.pins]
                 sending.source = request.pages
                 sending.generations = request.generations
+            elif sending.generations is not request.generations:  # it was set back, and begins anew
+                sending.outcome = PeerLost("the prompt's KV had to be computed again")
+                self._feed(session, sending, h.Abort())
+                continue
             whole = end // self.engine.ready.page_tokens
             total = len(sending.destination) + sending.first_page
             self._send(session, sending, layer, total if end >= sending.prompt_tokens else whole)
@@ -412,12 +416,6 @@ class PrefillSide:
         for session in self.sessions.values():
             for sending in session.handoffs.values():
                 yield session, sending
-
-    def _no_digests(self, pages: int) -> list[Digests]:
-        counts = [0] * self.check.schema.layers
-        for one in self.check.schema.buffers:
-            counts[one.layer] += 1
-        return [np.zeros((count, pages), np.uint64) for count in counts]
 
     def audit(self) -> list[str]:
         """With nothing offered: nothing in flight, no pin held, nobody waited for."""

@@ -25,6 +25,7 @@ from stanchion.disagg.prefill import Lane, PrefillSide
 from stanchion.disagg.words import decode_from_decode, decode_from_prefill, encode
 from stanchion.engine.assemble import assemble
 from stanchion.engine.scheduler import Limits
+from stanchion.engine.tierplan import TierPlan
 from stanchion.kv.transfer.words import Write
 from stanchion.model.hashed import END_TOKEN, HashModel
 from stanchion.sim.choices import Choices
@@ -53,6 +54,8 @@ class Settings:
     poison: bool = False
     transport: str = "shm"
     failpoints: tuple[str, ...] = ()
+    tiers: TierPlan | None = None
+    turn: Callable[[], None] = lambda: None  # lets the tiers' queues get on
 
 
 def post(role: str, name: str, number: int, settings: Settings) -> Post:
@@ -73,7 +76,8 @@ def post(role: str, name: str, number: int, settings: Settings) -> Post:
 def prefill(name: str, number: int, settings: Settings) -> PrefillSide:
     parts = assemble(
         HashModel(settings.page_tokens, settings.limits.draft_tokens > 0, settings.top_k),
-        settings.limits, settings.pages, eos_ids=(END_TOKEN,),
+        settings.limits, settings.pages, eos_ids=(END_TOKEN,), poisoned=settings.poison,
+        tiers=settings.tiers,
     )  # fmt: skip
     side, _ = prefill_side(parts, post("prefill", name, number, settings))
     counter = itertools.count(1000 * number)
@@ -86,6 +90,7 @@ def decode(name: str, number: int, settings: Settings) -> DecodeSide:
     parts = assemble(
         model, settings.limits, settings.pages, eos_ids=(END_TOKEN,), record_drafts=True,
         arena=arena_for("decode", model.schema, settings.pages), poisoned=settings.poison,
+        tiers=settings.tiers,
     )  # fmt: skip
     return decode_side(parts, post("decode", name, number, settings), lambda *_: None)
 
@@ -180,6 +185,7 @@ class Cluster:
             for address, word_ in out_:
                 self.wire.append(Frame(place, False, int(address), encode(word_)))
         self._deliver()
+        self.settings.turn()
 
     def _deliver(self) -> None:
         frames, self.wire = self.wire, []

@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import numpy as np
@@ -18,12 +19,13 @@ from stanchion.core.messages import (
     Greet,
     Hello,
     Start,
+    ToWorker,
     decode_from_worker,
     decode_to_worker,
     encode,
 )
 from stanchion.core.outcome import Completed, Overloaded
-from stanchion.disagg import link, words, worker
+from stanchion.disagg import words
 from stanchion.disagg.link import DecodeLink, PrefillLink
 from stanchion.disagg.worker import UnifiedSide, Worker
 from tests.disagg.rig import GREEDY, Cluster, Settings, start
@@ -31,6 +33,8 @@ from tests.engine.rig import hashed_engine
 
 
 Parse = Callable[[bytes], object]
+WORKERS = "stanchion.disagg.worker.decode_to_worker"  # where what came is parsed
+PREFILLS = "stanchion.disagg.link.decode_from_decode"
 
 
 class Gadget:
@@ -166,12 +170,13 @@ def unpickled(decode: Parse) -> Parse:
     return parse
 
 
-def untyped(word: type[msgspec.Struct]) -> Parse:
-    """The wrong variant: fields are looked up in whatever came, in the hope that they are there."""
+def looked_up(union: object) -> Parse:
+    """The wrong variant: a frame says what it is, and is believed before it is parsed."""
+    kinds = {one.__struct_config__.tag: one for one in get_args(union)}
 
     def parse(frame: bytes) -> object:
         said = msgspec.msgpack.decode(frame)
-        return word(**{name: said[name] for name in word.__struct_fields__})
+        return msgspec.convert(said, kinds[said["type"]])
 
     return parse
 
@@ -179,12 +184,23 @@ def untyped(word: type[msgspec.Struct]) -> Parse:
 def test_unpickling_what_comes_is_caught(
     context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "decode_to_worker", unpickled(decode_to_worker))
+    monkeypatch.setattr(WORKERS, unpickled(decode_to_worker))
     with pytest.raises(AssertionError, match="the gadget ran"):
         garbage_to_a_worker(context, tmp_path)
     (tmp_path / "owned").unlink()
-    monkeypatch.setattr(link, "decode_from_decode", unpickled(words.decode_from_decode))
+    monkeypatch.setattr(PREFILLS, unpickled(words.decode_from_decode))
     with pytest.raises(AssertionError, match="the gadget ran"):
+        garbage_to_prefill(context, tmp_path)
+
+
+def test_a_frame_that_is_believed_before_it_is_parsed_ends_the_loop_and_is_caught(
+    context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WORKERS, looked_up(ToWorker))
+    with pytest.raises(KeyError, match="unknown"):
+        garbage_to_a_worker(context, tmp_path)
+    monkeypatch.setattr(PREFILLS, looked_up(words.FromDecode))
+    with pytest.raises(KeyError, match="unknown"):
         garbage_to_prefill(context, tmp_path)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from stanchion.core.errors import ConfigError
 from stanchion.device.cpu import ThreadQueue
@@ -230,6 +231,16 @@ def test_a_file_cut_anywhere_is_no_hit(rig: Rig) -> None:
     path.write_bytes(whole)
     path.rename(diskfile.path_of(rig.folder, records[0].key))
     assert rig.open().pages == 0, "under another's name"
+
+
+@pytest.mark.parametrize("place", [0, 8], ids=["magic", "version"])
+def test_a_file_of_another_kind_is_no_hit_though_its_hash_is_right(rig: Rig, place: int) -> None:
+    _, path, whole = one_file(rig)
+    ends = diskfile.START_BYTES + int.from_bytes(whole[12:16], "little")
+    said = bytearray(whole[:ends])
+    said[place] ^= 2
+    path.write_bytes(bytes(said) + xxhash.xxh3_64_digest(bytes(said)) + whole[ends + 8 :])
+    assert rig.open().pages == 0
 
 
 @pytest.mark.parametrize("harm", ["cut", "gone", "zeros"])

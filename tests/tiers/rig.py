@@ -32,13 +32,15 @@ class Queues:
 
     choices: Choices
     made: dict[str, LateQueue] = field(default_factory=dict)
+    every: list[LateQueue] = field(default_factory=list)  # of all engines that were given these
 
     def __call__(self, name: str) -> JobQueue:
         self.made[name] = LateQueue(self.choices)
+        self.every.append(self.made[name])
         return self.made[name]
 
     def turn(self) -> None:
-        for queue in self.made.values():
+        for queue in self.every:
             queue.turn()
 
 
