@@ -72,7 +72,7 @@ MAY_TOUCH: dict[str, set[str]] = {
 FOLDERS_MAY_TOUCH: dict[str, set[str]] = {
     "device/kernels/": {"torch", "numba"},
     "model/": {"torch"},
-    "cli/bench/": {"asyncio", "select", "subprocess", "time", "torch"},
+    "cli/bench/": {"asyncio", "os", "select", "subprocess", "time", "torch"},
 }
 # No object deserialisation, nowhere.
 FORBIDDEN = {"pickle", "marshal", "dill", "shelve", "cloudpickle"}

@@ -185,6 +185,10 @@ class StoreCopier:
     def finish(self, spill: Spill) -> None:
         self._jobs[1].finish(self._saved[id(spill)])
 
+    @property
+    def load_queue(self) -> JobQueue:
+        return self._jobs[0]
+
     # ---- both -------------------------------------------------------------------------------
 
     @property

@@ -409,8 +409,7 @@ class DiskTier:
         self.writes.close()
         made = [one.made.path for one, _ in self._writing if one.unwanted and one.made is not None]
         for path in [*made, *self._leaving, *(path for _, path in self._removals)]:
-            if path not in self._files:
-                diskfile.remove(path)
+            diskfile.remove(path)
         if self._lock is not None:
             diskfile.unlock(self._lock)
             self._lock = None

@@ -56,6 +56,10 @@ def _bench(name: str, quick: bool) -> Bench:
         from stanchion.cli.bench import engine
 
         return engine.Bench(model_folder("tiny"), engine.QUICK if quick else engine.FULL)
+    if name == "tiers":
+        from stanchion.cli.bench import tiers
+
+        return tiers.Bench(model_folder("tiny"), tiers.QUICK if quick else tiers.FULL)
     from stanchion.cli.bench import handoff
 
     return handoff.Bench(model_folder("tiny"), handoff.QUICK if quick else handoff.FULL)
