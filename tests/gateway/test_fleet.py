@@ -17,7 +17,17 @@ import pytest
 import zmq
 
 from stanchion.core.errors import ConfigError
-from stanchion.core.messages import Join, Partner, Refused, Start, Suspected, Welcome, encode
+from stanchion.core.messages import (
+    Join,
+    Partner,
+    Refused,
+    Start,
+    Suspected,
+    Welcome,
+    decode_join,
+    decode_join_reply,
+    encode,
+)
 from stanchion.core.outcome import Cancelled, OutputSuspect, Overloaded, PeerLost
 from stanchion.gateway.serve import run
 from stanchion.gateway.settings import GatewaySettings
@@ -372,8 +382,6 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path, changed, address, field)
 
 
 def _said(gateway: Gateway, frame: bytes) -> Welcome | Refused:
-    from stanchion.core.messages import decode_join_reply
-
     with zmq.Context() as context, context.socket(zmq.DEALER) as joining:
         joining.set(zmq.LINGER, 0)
         joining.set(zmq.RCVTIMEO, int(WAIT_S * 1000))
@@ -407,9 +415,8 @@ def _garbage(folder: Path) -> list[list[bytes]]:
     return made
 
 
-def test_garbage_on_the_join_socket_changes_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def _garbage_joins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Garbage on the join socket: no gadget runs, the loop goes on, and so does who has joined."""
     with cluster(tmp_path, "both-0") as (gateway, workers):
         workers["both-0"].plan = lambda start: [say(start, "fine"), end(start)]
         for frames in _garbage(tmp_path):
@@ -423,10 +430,36 @@ def test_garbage_on_the_join_socket_changes_nothing(
         )
         assert found["stanchion:worker_up|both|both-0"] == 1
         assert ask(gateway).json()["choices"][0]["text"] == "fine"
-        assert not (tmp_path / "gadget").exists()
+        assert not (tmp_path / "gadget").exists(), "the gadget ran"
         assert "Exception in callback" not in caplog.text
         lines = [record for record in caplog.records if "join_garbage" in record.getMessage()]
         assert 1 <= len(lines) < 20, "a line for each would fill the disk"
+
+
+def test_garbage_on_the_join_socket_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    _garbage_joins(tmp_path, caplog)
+
+
+def _unpickled(frame: bytes) -> Join:
+    """The wrong variant (D38): what is no message of ours may be anybody's pickled object."""
+    import pickle
+
+    try:
+        return decode_join(frame)
+    except msgspec.DecodeError:
+        if frame.startswith(pickle.dumps(None)[:2]):
+            pickle.loads(frame)
+        raise
+
+
+def test_a_join_socket_that_unpickles_what_comes_is_caught(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("stanchion.gateway.join.decode_join", _unpickled)
+    with pytest.raises(AssertionError, match="the gadget ran"):
+        _garbage_joins(tmp_path, caplog)
 
 
 def test_a_wire_that_is_no_zeromq_or_claims_too_much_changes_nothing(tmp_path: Path):

@@ -12,9 +12,12 @@ import openai
 import pytest
 
 from stanchion.core.messages import Start
-from stanchion.core.outcome import Cancelled, Completed, OutputSuspect
+from stanchion.core.outcome import Cancelled, Completed, Outcome, OutputSuspect
+from stanchion.gateway import fleet
+from stanchion.gateway.choice import ChoiceFold, Piece
 
 from .conftest import Gateway, Workers, cluster
+from .test_router import TwoUnits
 from .worker import EOS, FakeWorker, Plan, end, say
 
 PAIRS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
@@ -43,6 +46,18 @@ def _timed(gateway: Gateway, number: int) -> tuple[int, str, float]:
     return reply.status_code, reply.text, time.monotonic() - began
 
 
+def _refused_at_once(gateway: Gateway, workers: Workers) -> None:
+    """No prefill worker is there: so it is said, and no decode worker is given anything."""
+    decoders = [worker for name, worker in workers.items() if name.startswith("decode")]
+    for worker in decoders:
+        worker.starts.clear()
+    told = [_timed(gateway, at) for at in range(20)]
+    refused = [status == 503 and "worker_lost" in text for status, text, _ in told]
+    assert all(refused), "it is not refused"
+    assert sorted(seconds for _, _, seconds in told)[10] < 0.1
+    assert not any(worker.starts for worker in decoders), "a decode slot is taken"
+
+
 def test_nobody_waits_on_a_silent_prefill_worker_and_the_cluster_heals(tmp_path: Path):
     with cluster(tmp_path, *PAIRS, suspect_s=SUSPECT_S) as (gateway, workers):
         for name in ("decode-0", "decode-1"):
@@ -58,9 +73,7 @@ def test_nobody_waits_on_a_silent_prefill_worker_and_the_cluster_heals(tmp_path:
 
         workers["prefill-0"].hung = True
         gateway.until_ready(False)
-        told = [_timed(gateway, at) for at in range(20)]
-        assert all(status == 503 and "worker_lost" in text for status, text, _ in told)
-        assert sorted(seconds for _, _, seconds in told)[10] < 0.1
+        _refused_at_once(gateway, workers)
 
         workers["prefill-0"].hung = workers["prefill-1"].hung = False
         gateway.until_ready()
@@ -71,6 +84,18 @@ def test_nobody_waits_on_a_silent_prefill_worker_and_the_cluster_heals(tmp_path:
         assert {status for status, _, _ in told} == {200}
         used = [start.prefill.name for at in "01" for start in workers[f"decode-{at}"].starts]
         assert set(used) == {"prefill-0", "prefill-1"}, "the healed one is used again"
+
+
+def test_a_pair_admitted_as_two_units_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What decode has taken without a prefill worker runs into its deadline."""
+    monkeypatch.setattr(fleet, "Router", TwoUnits)
+    with cluster(tmp_path, "prefill-0", "decode-0", suspect_s=0.3) as (gateway, workers):
+        workers["decode-0"].plan = lambda start: [end(start, Cancelled("deadline"))]
+        workers["prefill-0"].hung = True
+        gateway.until_ready(False)
+        with pytest.raises(AssertionError, match="it is not refused"):
+            _refused_at_once(gateway, workers)
+        assert workers["decode-0"].starts, "no decode slot was taken"
 
 
 # ---- an answer breaks off -------------------------------------------------------------------
@@ -119,12 +144,8 @@ def _broken(workers: Workers, cause: object, at: int, gate: threading.Event) -> 
         worker.starts.clear()
 
 
-@pytest.mark.parametrize("at", [0, 1, 128, LAST])
-@pytest.mark.parametrize("cause", CAUSES)
-@pytest.mark.parametrize("chat", [False, True])
-def test_a_broken_answer_is_raised_or_made_again_and_never_looks_whole(
-    two: tuple[Gateway, Workers], cause: str, at: int, chat: bool
-):
+def _stream_that_breaks(two: tuple[Gateway, Workers], cause: str, at: int, chat: bool) -> None:
+    """It raises, or is made again; a part of it never looks whole."""
     gateway, workers = two
     gateway.until_ready()
     gate = threading.Event()
@@ -143,8 +164,17 @@ def test_a_broken_answer_is_raised_or_made_again_and_never_looks_whole(
     if at == 0 and cause in RETRIED:
         assert (text, finished, raised, attempts) == (TEXT, ["stop"], None, 2)
     else:
-        assert raised is not None and not finished and attempts == 1
+        assert raised is not None and not finished and attempts == 1, "it looks whole"
         assert text == "x" * len(text) and len(text) <= at
+
+
+@pytest.mark.parametrize("at", [0, 1, 128, LAST])
+@pytest.mark.parametrize("cause", CAUSES)
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_broken_answer_is_raised_or_made_again_and_never_looks_whole(
+    two: tuple[Gateway, Workers], cause: str, at: int, chat: bool
+):
+    _stream_that_breaks(two, cause, at, chat)
 
 
 def _streamed(sdk: openai.OpenAI, chat: bool) -> Iterator[tuple[str, str | None]]:
@@ -159,11 +189,8 @@ def _streamed(sdk: openai.OpenAI, chat: bool) -> Iterator[tuple[str, str | None]
             yield part.choices[0].text, part.choices[0].finish_reason
 
 
-@pytest.mark.parametrize("at", [0, 1, 128, LAST])
-@pytest.mark.parametrize("cause", CAUSES)
-def test_a_broken_answer_in_one_piece_is_an_error_or_made_again(
-    two: tuple[Gateway, Workers], cause: str, at: int
-):
+def _piece_that_breaks(two: tuple[Gateway, Workers], cause: str, at: int) -> None:
+    """It is an error, or is made again."""
     gateway, workers = two
     gateway.until_ready()
     gate = threading.Event()
@@ -174,8 +201,34 @@ def test_a_broken_answer_in_one_piece_is_an_error_or_made_again(
         choice = reply.json()["choices"][0]
         assert (choice["text"], choice["finish_reason"]) == (TEXT, "stop")
     else:
-        assert reply.status_code in (502, 503) and "choices" not in reply.json()
+        assert reply.status_code in (502, 503) and "choices" not in reply.json(), "it looks whole"
         assert reply.json()["error"]["retryable"] is True
+
+
+@pytest.mark.parametrize("at", [0, 1, 128, LAST])
+@pytest.mark.parametrize("cause", CAUSES)
+def test_a_broken_answer_in_one_piece_is_an_error_or_made_again(
+    two: tuple[Gateway, Workers], cause: str, at: int
+):
+    _piece_that_breaks(two, cause, at)
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_an_abort_that_looks_like_an_end_is_caught(
+    two: tuple[Gateway, Workers], cause: str, monkeypatch: pytest.MonkeyPatch
+):
+    """The wrong variant: however the engine ended, the client is told that it stopped."""
+    true_finish = ChoiceFold.finish
+
+    def finish(self: ChoiceFold, outcome: Outcome) -> Piece:
+        return true_finish(self, Completed("stop"))
+
+    monkeypatch.setattr(ChoiceFold, "finish", finish)
+    for chat in (False, True):
+        with pytest.raises(AssertionError, match="it looks whole"):
+            _stream_that_breaks(two, cause, 128, chat)
+    with pytest.raises(AssertionError, match="it looks whole"):
+        _piece_that_breaks(two, cause, 128)
 
 
 # ---- ids ------------------------------------------------------------------------------------

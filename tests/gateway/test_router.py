@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +19,7 @@ from stanchion.core.outcome import (
     PeerLost,
     Rejected,
 )
-from stanchion.gateway.router import Route, Router, Standing, reason_to_retry
+from stanchion.gateway.router import Life, Route, Router, Standing, reason_to_retry
 
 SUSPECT_S = 1.5
 
@@ -67,13 +69,8 @@ def test_permits_are_counted_on_every_worker_of_a_route_from_take_to_release(ste
         }
 
 
-@settings(deadline=None)
-@given(STANDINGS, st.lists(STANDINGS, max_size=12))
-def test_only_the_eligible_are_chosen_whole_and_of_them_those_with_the_fewest(standings, before):
-    router = Router(SUSPECT_S)
-    for number, earlier in enumerate(before):
-        if (route := router.choose(earlier)) is not None:
-            router.take(str(number), route)
+def choose_well(router: Router, standings: list[Standing]) -> None:
+    """The eligible alone are chosen, whole, and of them those with the fewest permits."""
     able = {one.life: one for one in standings if one.ready and one.silent_s <= SUSPECT_S}
     by_role = {
         role: [life for life, one in able.items() if one.role == role]
@@ -83,11 +80,47 @@ def test_only_the_eligible_are_chosen_whole_and_of_them_those_with_the_fewest(st
     if route is None:
         assert not by_role["both"] and not (by_role["prefill"] and by_role["decode"])
         return
-    assert set(route.lives) <= set(able)
+    assert set(route.lives) <= set(able), route
     roles = [able[life].role for life in route.lives]
     assert roles in (["both"], ["decode", "prefill"])
     for life, role in zip(route.lives, roles):
         assert router.permits(life) == min(map(router.permits, by_role[role]))
+
+
+@settings(deadline=None)
+@given(STANDINGS, st.lists(STANDINGS, max_size=12))
+def test_only_the_eligible_are_chosen_whole_and_of_them_those_with_the_fewest(standings, before):
+    router = Router(SUSPECT_S)
+    for number, earlier in enumerate(before):
+        if (route := router.choose(earlier)) is not None:
+            router.take(str(number), route)
+    choose_well(router, standings)
+
+
+class TwoUnits(Router):
+    """The wrong variant (D25): decode is admitted, and whether its prefill worker is there is
+    found out later."""
+
+    def choose(
+        self,
+        standings: Sequence[Standing],
+        used: Collection[Life] = (),
+        another: bool = False,
+        barred: Collection[Life] = (),
+    ) -> Route | None:
+        believed = [
+            replace(one, ready=True, silent_s=0.0) if one.role == "prefill" else one
+            for one in standings
+        ]
+        return super().choose(believed, used, another, barred)
+
+
+@pytest.mark.parametrize(("ready", "silent_s"), [(False, 0.0), (True, 99.0)])
+def test_a_pair_admitted_as_two_units_is_caught(ready: bool, silent_s: float):
+    router, decode = TwoUnits(SUSPECT_S), standing("decode-0")
+    choose_well(router, [standing("prefill-0"), decode])
+    with pytest.raises(AssertionError, match="prefill-0"):
+        choose_well(router, [standing("prefill-0", ready, silent_s), decode])
 
 
 @settings(deadline=None)
