@@ -48,6 +48,7 @@ check: $(READY)  ## format, lint, types, layers
 bench: $(READY)  ## all benchmarks, shortened (one of them, in full: stanchion bench NAME --json FILE)
 	@$(VENV)/bin/stanchion bench engine --quick
 	@$(VENV)/bin/stanchion bench handoff --quick
+	@$(VENV)/bin/stanchion bench tiers --quick
 
 sim: $(READY)  ## one storm on the hash model, replayed from SEED
 	@$(PYTHON) -m pytest tests/engine/test_storm.py -s -k one_seed --seed $(or $(SEED),7)
