@@ -77,7 +77,7 @@ def build_tiers(
         folder, capacity = plan.disk
         disk = DiskTier.open_in(
             folder, capacity, schema.digest(), arena.memory, schema.page_bytes,
-            (plan.queue("disk read"), plan.queue("disk write")), max(plan.slots // 4, 1),
+            (plan.queue("disk read"), plan.queue("disk write")), max(plan.slots // 2, 1),
             plan.clock,
         )  # fmt: skip
     tiers = Tiers(

@@ -205,9 +205,9 @@ class DiskTier:
         wanted = [(one, int(slot)) for one, slot, lack in zip(records, slots, lacks) if lack]
         if not wanted:
             return None
-        if not self._may_write() or len(self._coming) + len(wanted) > self.in_flight_max:
-            self.counters.dropped += len(wanted)
-            return None
+        room = self.in_flight_max - len(self._coming) if self._may_write() else 0
+        self.counters.dropped += max(len(wanted) - room, 0)
+        wanted = wanted[: max(room, 0)]
         storing = Storing(0)
         for at in range(0, len(wanted), OBJECT_PAGES):
             self._write(wanted[at : at + OBJECT_PAGES], storing)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from stanchion.cli.bench import engine, handoff, memory, pair, storm
+from stanchion.cli.bench import engine, handoff, memory, pair, storm, tiers
 from stanchion.cli.bench.command import run, run_all
 from stanchion.cli.bench.measure import Measure, interleave, paired, table, upper_bound, write
 from stanchion.cli.settings import model_folder
@@ -100,12 +100,12 @@ def test_the_table_has_ratios_of_medians_and_missed_gates_last() -> None:
 
 
 def test_both_benchmarks_can_be_told_one_measure_and_know_their_own() -> None:
-    for name in ("engine", "handoff"):
+    for name in ("engine", "handoff", "tiers"):
         with pytest.raises(ConfigError, match="no measure nonsense; there are: "):
             run(name, True, None, "nonsense")
 
 
-@pytest.mark.parametrize("module", [engine, handoff])
+@pytest.mark.parametrize("module", [engine, handoff, tiers])
 def test_quick_measures_what_full_does(module: object) -> None:
     assert type(module.QUICK) is type(module.FULL)  # type: ignore[attr-defined]
 
@@ -208,3 +208,41 @@ def test_the_unsafe_pair_lacks_what_is_measured(bench: handoff.Bench) -> None:
     finally:
         safe.close()
         unsafe.close()
+
+
+# ---- tiers ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiers_bench() -> tiers.Bench:
+    return tiers.Bench(model_folder("tiny"), tiers.Sizes(160, 1, 1, 12, 2, 1, 1, 8, 1))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("host_hit_ttft", "disk_hit_ttft", "exposed_wait", "overlap_gain"),
+        *("overlap_gain_memory", "kv_check_full_cost", "load_over_memcpy"),
+    ],
+)
+def test_each_measure_of_tiers_runs(
+    name: str, tiers_bench: tiers.Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("STANCHION_TRACES", raising=False)  # real sessions take longer
+    with torch.inference_mode():
+        measure = tiers_bench.measures[name]()
+    assert len(measure.ours) in (1, 2) and all(one >= 0 for one in measure.ours)
+    assert measure.note and math.isfinite(measure.result)
+
+
+def test_a_wait_at_a_door_is_measured() -> None:
+    """Otherwise `exposed_wait` would be 0 whatever happened."""
+    waiting = tiers.Waiting()
+
+    class Slow:
+        def finish(self, mark: int) -> None:
+            for _ in range(100_000):
+                pass
+
+    waiting.wait(Slow(), 1)  # type: ignore[arg-type]
+    assert waiting.seconds > 0

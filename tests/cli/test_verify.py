@@ -58,6 +58,23 @@ def test_the_same_over_nixl() -> None:
     assert report.kv_bytes_sent > 0
 
 
+TIERS = ["kv.memory_gib=0.001", "kv.host_cache_gib=0.002", "kv.check=sampled"]
+
+
+def test_tiers_pass_and_are_really_used(tmp_path: Path) -> None:
+    sets = [*TIERS, f"kv.disk_cache={tmp_path}:0.05", "kv.prefetch=wait", "kv.host_cache_gib=0.001"]
+    report = run(load(Config(), "", sets), replace(TRAFFIC, requests=800, context=1200), quiet=True)
+    assert report.passed, (report.wrong[:1], report.lost)
+    assert report.lifted and report.fetched
+    assert list((tmp_path / "both-0").glob("*.kv"))
+
+
+def test_fault_2_is_brought_back_by_its_failpoint() -> None:
+    sets = [*TIERS, "lab.failpoints=index_read_before_ready", "lab.slow_load=*:2"]
+    report = run(load(Config(), "", sets), replace(TRAFFIC, context=1200), quiet=True)
+    assert report.lifted and report.wrong_count
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_the_failpoint_brings_fault_1_back() -> None:

@@ -41,7 +41,7 @@ def test_later_layers_of_settings_win() -> None:
         (
             "[kv]\nmemory_gb = 8",
             [],
-            "no setting kv.memory_gb; there are: check, memory_gib, page_tokens, poison",
+            "no setting kv.memory_gb; there are: check, disk_cache, host_cache_gib, memory_gib, ",
         ),
         ("", ["kv.page_tokens=many"], "kv.page_tokens wants a int, not 'many'"),
         ("", ["kv=3"], "kv is a table of settings, not '3'"),

@@ -39,13 +39,16 @@ class Session:
         return len(seen) + len(self.starts) * (1 + OUTPUT[1] // page_tokens)
 
 
-def sessions(folder: str | None, corpus: list[int], count: int, requests: int) -> list[Session]:
-    """The first requests of some sessions. Without a folder: made ones, of the same shape.
+def sessions(
+    folder: str | None, corpus: list[int], count: int, requests: int, blocks: int
+) -> list[Session]:
+    """The first requests of some sessions. Without a folder: made ones, of the same shape, that
+    begin with so many blocks.
 
     Raise ConfigError where the trace is not there.
     """
     if folder is None:
-        return [_made(at, corpus, requests) for at in range(count)]
+        return [_made(at, corpus, requests, blocks) for at in range(count)]
     path = Path(folder) / TRACE
     try:
         with gzip.open(path, "rt") as lines:
@@ -64,10 +67,10 @@ def _recorded(said: dict[str, Any], corpus: list[int], requests: int) -> Session
     )  # fmt: skip
 
 
-def _made(number: int, corpus: list[int], requests: int) -> Session:
+def _made(number: int, corpus: list[int], requests: int, blocks: int) -> Session:
     """A session that grows by some blocks a request, as an agent's does."""
     name = f"made {number}"
-    lengths = [400 + 40 * number + 24 * at for at in range(requests)]
+    lengths = [blocks + blocks // 10 * number + blocks // 16 * at for at in range(requests)]
     return Session(
         [_start(f"{name} {at}", name, list(range(length)), 300, corpus) for at, length in
          enumerate(lengths)]

@@ -39,14 +39,13 @@ from stanchion.model.load import load_glm
 from stanchion.model.text import Model
 
 PAGE_TOKENS = 16
-PROMPT = 8192
-HIT = PROMPT * 9 // 10 // PAGE_TOKENS * PAGE_TOKENS
 LINK_SHARE = 1 / 3  # of the new tokens' compute time: what a declared link takes to load the hit
 DISK_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class Sizes:
+    prompt: int
     ttft_repeats: int
     overlap_repeats: int
     sessions: int
@@ -56,9 +55,19 @@ class Sizes:
     copy_pages: int
     copy_repeats: int
 
+    @property
+    def hit(self) -> int:
+        """9 tokens of 10, in whole pages."""
+        return self.prompt * 9 // 10 // PAGE_TOKENS * PAGE_TOKENS
 
-FULL = Sizes(9, 15, 8, 6, 5, 24, 1024, 25)
-QUICK = Sizes(2, 2, 8, 3, 1, 2, 1024, 5)
+    @property
+    def pages(self) -> int:
+        """More than one prompt needs."""
+        return 2 * self.prompt // PAGE_TOKENS
+
+
+FULL = Sizes(8192, 9, 15, 8, 6, 5, 24, 1024, 25)
+QUICK = Sizes(8192, 2, 2, 8, 3, 1, 2, 1024, 5)
 
 
 class Bench:
@@ -91,13 +100,13 @@ class Bench:
     def hit(self, name: str, disk: bool, gate: float) -> Measure:
         """9 tokens of 10 are in the tier, beside an engine that computes all of them."""
         measure = Measure(name, "s", "time", gate=gate)
-        pages = 2 * PROMPT // PAGE_TOKENS
+        pages = self.sizes.pages
         with tempfile.TemporaryDirectory(prefix="stanchion-bench-") as folder:
             kept = (Path(folder) / "kv", DISK_BYTES) if disk else None
             plan = TierPlan(pages, kept, prefetch="wait")
             with closing(Side(self.model, pages, plan)) as tiered:
                 cold = Side(self.model, pages, None)
-                prefix = self.corpus[:HIT]
+                prefix = self.corpus[: self.sizes.hit]
                 tiered.first_token_s(prefix)
                 tiered.settle()
 
@@ -106,8 +115,8 @@ class Bench:
                     if disk:
                         tiered.leave_host(Path(folder) / "kv")
                     took = tiered.first_token_s(self._prompt(tiered.asked))
-                    if tiered.cached != HIT:
-                        raise Bug(f"{tiered.cached} of {HIT} tokens were found")
+                    if tiered.cached != self.sizes.hit:
+                        raise Bug(f"{tiered.cached} of {self.sizes.hit} tokens were found")
                     return took
 
                 def other() -> float:
@@ -115,15 +124,20 @@ class Bench:
                     return cold.first_token_s(self._prompt(tiered.asked))
 
                 interleave(measure, ours, other, self.sizes.ttft_repeats)
-        measure.note = f"{PROMPT} tokens, {HIT} of them in the tier; beside computing all" + (
-            ", read from files that the machine's page cache was told to drop" if disk else ""
+        measure.note = (
+            f"{self.sizes.prompt} tokens, {self.sizes.hit} of them in the tier; beside computing "
+            "all"
+            + (", read from files that the machine's page cache was told to drop" if disk else "")
         )
         return measure
 
     def _prompt(self, turn: int) -> list[int]:
         """The prefix, and new tokens after it: others for each turn."""
-        first = HIT + (turn * 7919) % (len(self.corpus) - 2 * PROMPT)
-        return self.corpus[:HIT] + self.corpus[first : first + PROMPT - HIT]
+        first = self.sizes.hit + (turn * 7919) % (len(self.corpus) - 2 * self.sizes.prompt)
+        return (
+            self.corpus[: self.sizes.hit]
+            + self.corpus[first : first + self.sizes.prompt - self.sizes.hit]
+        )
 
     def exposed(self) -> Measure:
         """The share of a host hit's time to first token in which the engine stood at a door."""
@@ -139,13 +153,14 @@ class Bench:
                 return waiting.seconds / took
 
             interleave(measure, share, None, self.sizes.ttft_repeats)
-        measure.note = f"{HIT} tokens loaded from host memory, {PROMPT - HIT} computed"
+        new = self.sizes.prompt - self.sizes.hit
+        measure.note = f"{self.sizes.hit} tokens loaded from host memory, {new} computed"
         return measure
 
     def overlap(self, name: str, linked: bool) -> Measure:
         """Layers loaded as compute goes, beside a load that ends before compute begins."""
         measure = Measure(name, "s", "time", gate=1.0 if linked else None)
-        plan = TierPlan(2 * PROMPT // PAGE_TOKENS)
+        plan = TierPlan(self.sizes.pages)
         words = "over host memory as it is"
         if linked:
             with closing(self._warmed()) as side:
@@ -178,9 +193,9 @@ class Bench:
 
     def _warmed(self, plan: TierPlan | None = None) -> Side:
         """A side whose host has the prefix."""
-        pages = 2 * PROMPT // PAGE_TOKENS
+        pages = self.sizes.pages
         side = Side(self.model, pages, plan or TierPlan(pages))
-        side.first_token_s(self.corpus[:HIT])
+        side.first_token_s(self.corpus[: self.sizes.hit])
         side.settle()
         return side
 
@@ -237,11 +252,12 @@ class Bench:
         return measure
 
     def _sessions(self, must: bool = True) -> list[Session]:
-        sizes, folder = self.sizes, os.environ.get("STANCHION_TRACES")
+        sizes, folder = self.sizes, os.environ.get("STANCHION_TRACES") or None
         if folder is None and must:
             raise ConfigError("STANCHION_TRACES does not say where the public traces are")
         few = 1 if must else 2
-        return sessions(folder, self.corpus, sizes.sessions, sizes.requests // few)
+        requests, blocks = max(sizes.requests // few, 1), sizes.prompt // PAGE_TOKENS
+        return sessions(folder, self.corpus, sizes.sessions, requests, blocks)
 
     # ---- memory -----------------------------------------------------------------------------
 
