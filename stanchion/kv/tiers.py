@@ -14,6 +14,7 @@ chooses: so two runs that hear the same do the same.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -40,6 +41,7 @@ FAILPOINTS = {
     "evict_source_in_flight": "a lift does not pin the host pages that it reads",
     "publish_before_complete": "a page counts as kept in the host tier before its bytes are there",
 }
+log = logging.getLogger(__name__)
 FETCH_PAGES = 64  # one fetch reads at most so many, so that some are in when time is up
 FETCH_BASE_S, FETCH_TOKEN_S, FETCH_MAX_S = 2.0, 0.1 / 1024, 30.0  # SGLang's (#23309)
 
@@ -317,6 +319,12 @@ class Tiers:
         new = [lift.kept[at] for at in dict.fromkeys(places) if lift.kept[at].pin.held]
         pages = lift.pages[list(dict.fromkeys(places))]
         self.counters.bad_host += len(new)
+        for one in new:
+            log.warning(
+                "host tier: the page of key %s, slot %d, is not what was kept: recomputed",
+                one.key.hex()[:16],
+                one.slot,
+            )
         self.pool.quarantine(pages, "loaded from the host tier, and differs")
         self.host.condemn(new)
         if self.disk is not None:
