@@ -207,7 +207,12 @@ def build(
 
 
 def warm(engine: Engine) -> None:
-    """Compile what is compiled at first use: a peer must not take that for a hang."""
+    """Compile what is compiled at first use: a peer must not take that for a hang. Nothing of it
+    stays; what an earlier life left on disk does."""
+    tiers = None if engine.tiered is None else engine.tiered.tiers
+    disk = None
+    if tiers is not None:
+        disk, tiers.disk = tiers.disk, None
     room = (engine.pool.size - 1) * engine.ready.page_tokens
     count = max(1, min(WARM_TOKENS, room - 4, engine.served.context_max - 4))
     tokens = [one % engine.served.vocabulary for one in range(1, count + 1)]
@@ -217,9 +222,10 @@ def warm(engine: Engine) -> None:
         engine.step(heard)
         heard = []
     engine.tree.flush()
-    if engine.tiered is not None:
-        engine.tiered.tiers.flush()
     engine.counters = type(engine.counters)()
+    if tiers is not None:
+        tiers.flush()
+        tiers.disk, tiers.counters = disk, type(tiers.counters)()
 
 
 def load_model(config: Config) -> tuple[Model, str, str, tuple[int, ...]]:

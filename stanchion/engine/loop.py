@@ -282,6 +282,8 @@ class Engine:
 
     def _launch(self) -> None:
         self._admit()
+        if self.tiered is not None:
+            self.tiered.tiers.submit()  # with no flight too: what waits for a peer has loads
         for request in list(self.running.values()):
             if request.phase == "decode":
                 ahead = request.drafts(self.limits.draft_tokens)
@@ -289,8 +291,6 @@ class Engine:
         pieces = plan(list(self.running.values()), self.limits)
         if not pieces:
             return
-        if self.tiered is not None:
-            self.tiered.tiers.submit()
         pins = self._pins_of(pieces)
         self.counters.steps += 1
         self.flight = Flight(self.launch(pieces, pins), pins)

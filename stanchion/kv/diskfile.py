@@ -80,7 +80,7 @@ def path_of(folder: Path, key: bytes) -> Path:
 def lock(folder: Path) -> int:
     """Make the folder this process's own, until the descriptor is closed. Raise ConfigError where
     another has it, OSError where it cannot be written."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(0o700, parents=True, exist_ok=True)  # prompts are in it
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -138,9 +138,11 @@ def write(folder: Path, schema: str, pages: Sequence[tuple[Record, Bytes]]) -> O
 def scan(folder: Path, schema: str, page_bytes: int) -> Iterator[tuple[Path, Object | None]]:
     """Every file of pages, the longest untouched first; None for one that is of no use here."""
     found = [one for one in os.scandir(folder) if one.name.endswith(SUFFIX)]
-    for one in sorted(found, key=lambda one: one.stat().st_mtime_ns):
+    for one in sorted(found, key=lambda one: one.stat(follow_symlinks=False).st_mtime_ns):
         path = Path(one.path)
         try:
+            if not one.is_file(follow_symlinks=False):
+                raise Misfit("no file of ours")  # a pipe would keep us for ever
             yield path, _look(path, schema, page_bytes)
         except (Misfit, OSError):
             yield path, None

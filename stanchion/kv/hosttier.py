@@ -118,7 +118,8 @@ class HostTier:
                 f"{self.pool.available} free slots, {len(self._kept)} kept and "
                 f"{self.pool.quarantined} in quarantine are not all of {self.pool.size - 1}"
             )
-        return said
+        held = len(self._kept) - self.pool.kept_alone
+        return said + ([f"{held} kept slots are held by somebody else"] if held else [])
 
     def _drop(self, kept: Kept) -> None:
         del self._kept[kept.key]

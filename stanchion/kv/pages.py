@@ -83,6 +83,7 @@ class PagePool:
     def quarantine(self, pages: Pages, why: str) -> None:
         """Nobody gets these pages again: what is in them cannot be trusted, or still changes."""
         self._quarantine.append(self.regrip(pages, f"quarantine: {why}"))
+        self._kept[pages] = False  # there is nothing to give up any more
 
     @property
     def quarantined(self) -> int:

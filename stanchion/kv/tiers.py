@@ -130,6 +130,8 @@ class Tiers:
         if wanted is None:
             wanted = self._want(prompt, first)
             if not wanted.parts:
+                for pin in wanted.held:
+                    pin.drop()
                 return True
             self._wanted[name] = wanted
         if self.prefetch == "best_effort" or wanted.late:

@@ -68,7 +68,7 @@ def engine_of(
 
 
 def away(engine: Engine, still: Still, tier: str, first: int = 10_000) -> None:
-    push_out(engine, still, 8 if tier == "disk" else 3, first=first)
+    push_out(engine, still, 6 if tier == "disk" else 3, first=first)
 
 
 def came_from(engine: Engine, tier: str) -> int:
