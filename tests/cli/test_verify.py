@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from importlib.util import find_spec
@@ -9,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from stanchion.cli.drive import Answer
+from stanchion.cli.drive import Answer, ask, cluster
 from stanchion.cli.main import main
 from stanchion.cli.plan import Asked
 from stanchion.cli.storm import Expected, Oracle, starts, wrong
 from stanchion.cli.verify import run
 from stanchion.core.config import Config, load
+from stanchion.core.messages import Start
 from stanchion.core.outcome import Cancelled, Completed
+from stanchion.core.request import Sampling
 
 PRESSURE = [
     "cluster.prefill=2", "cluster.decode=1", "cluster.prefill_deadline_s=0.06",
@@ -67,6 +70,23 @@ def test_tiers_pass_and_are_really_used(tmp_path: Path) -> None:
     assert report.passed, (report.wrong[:1], report.lost)
     assert report.lifted and report.fetched
     assert list((tmp_path / "both-0").glob("*.kv"))
+
+
+def test_what_a_worker_left_on_disk_is_there_for_its_successor(tmp_path: Path) -> None:
+    """A whole process's life, warm-up and drain included, and then another's."""
+    sets = ["model.path=hashed", "kv.host_cache_gib=0.01", f"kv.disk_cache={tmp_path}:0.1"]
+    config = load(Config(), "", [*sets, "kv.prefetch=wait"])
+    tokens = [32 + (at * at) % 95 for at in range(161)]
+    sampling = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
+    start = Start(request="one", tokens=tokens, sampling=sampling)
+
+    async def ask_once() -> Answer:
+        async with cluster(config) as running:
+            return await ask(running.fleet, start)
+
+    first, second = asyncio.run(ask_once()), asyncio.run(ask_once())
+    assert (first.cached_tokens, second.cached_tokens) == (0, 160)
+    assert first.tokens == second.tokens and first.logprobs == second.logprobs
 
 
 def test_fault_2_is_brought_back_by_its_failpoint() -> None:
