@@ -207,6 +207,8 @@ def _run_worker(arguments: argparse.Namespace) -> int:
         )
     if arguments.name is not None and not 0 < len(arguments.name) <= NAME_CHARACTERS_MAX:
         raise ConfigError(f"--name must have 1 to {NAME_CHARACTERS_MAX} characters")
+    if config.kv.disk_cache and arguments.name is None:
+        raise ConfigError("--disk-cache wants --name: its next life finds its folder by it")
     plan = WorkerPlan(
         name=arguments.name or f"{arguments.role}-{os.uname().nodename[:64]}-{os.getpid()}",
         role=arguments.role,

@@ -24,6 +24,8 @@ def tier_plan(
         least = schema.page_bytes / 2**30
         raise ConfigError(f"kv.host_cache_gib is {kv.host_cache_gib}; a page needs {least:.6f}")
     disk = disk_cache(kv.disk_cache)
+    if disk is not None and (worker == ".." or Path(worker).name != worker):
+        raise ConfigError(f"the worker's name is {worker!r}; with a disk cache it names a folder")
     removed = removed_door(config.lab.removed_door)
     return TierPlan(
         slots,

@@ -153,7 +153,8 @@ class Stream:
     def follow(self, accesses: list[Access], pages: Pages) -> None:
         """Wait, on this stream, for what other streams still do to any of these pages."""
         for one in accesses:
-            if one.stream is self or self._followed.get(one.stream.name, -1) >= one.mark:
+            # A later mark than this one says nothing of it: there are queues that keep no order.
+            if one.stream is self or self._followed.get(one.stream.name) == one.mark:
                 continue
             if not one.stream.queue.passed(one.mark) and _overlap(pages, one.pages):
                 self.queue.wait(one.stream.queue, one.mark)

@@ -22,14 +22,11 @@ from stanchion.kv.record import Prompt, Record
 class Kept:
     record: Record
     pin: Pin
+    slot: int
 
     @property
     def key(self) -> Digest:
         return self.record.key
-
-    @property
-    def slot(self) -> int:
-        return int(self.pin.pages[0])
 
 
 class HostTier:
@@ -75,13 +72,13 @@ class HostTier:
         known = self._kept.get(record.key)
         if known is not None:
             return known
-        kept = Kept(record, self.pool.keep(np.array([slot], np.int32), "host tier"))
+        kept = Kept(record, self.pool.keep(np.array([slot], np.int32), "host tier"), slot)
         self._kept[record.key] = kept
         return kept
 
     def make_room(self, count: int) -> None:
         """Evict until so many slots are free, or nothing more can be."""
-        missing = count - self.pool.available
+        missing = min(count - self.pool.available, self.pool.kept_alone)
         if missing <= 0:
             return
         free: list[Kept] = []
@@ -89,7 +86,7 @@ class HostTier:
         for kept in self._kept.values():
             if len(free) == missing:
                 break
-            (held if int(self.pool.counts(kept.pin.pages)[0]) > 1 else free).append(kept)
+            (held if self.pool.count(kept.slot) > 1 else free).append(kept)
         for kept in free:
             self._drop(kept)
         self.evicted += len(free)

@@ -98,6 +98,9 @@ class PagePool:
         """How many grips there are on each page."""
         return self._counts[pages]
 
+    def count(self, page: Page) -> int:
+        return int(self._counts[page])
+
     def audit(self) -> list[str]:
         """What is wrong with the books, in words. Free + held must be all pages."""
         counted: NDArray[np.int32] = np.zeros(self.size, np.int32)
