@@ -183,8 +183,10 @@ def disk_cache(said: str) -> tuple[str, int] | None:
         gib = float(size)
     except ValueError:
         gib = 0.0
-    if not folder or not 0 < gib <= 2**20:
-        raise ConfigError(f"kv.disk_cache is {said!r}; it must be PATH:GIB, such as /data/kv:100")
+    if not folder or not 0.001 <= gib <= 2**20:
+        raise ConfigError(
+            f"kv.disk_cache is {said!r}; it must be PATH:GIB, such as /data/kv:100 (at least 0.001)"
+        )
     return folder, int(gib * 2**30)
 
 

@@ -10,6 +10,7 @@ from stanchion.core.errors import ConfigError
 WRONG = {
     "kv.disk_cache=/data": "PATH:GIB",
     "kv.disk_cache=/data:0": "PATH:GIB",
+    "kv.disk_cache=/data:1e-12": "at least 0.001",
     "kv.disk_cache=:4": "PATH:GIB",
     "kv.disk_cache=/data:nan": "PATH:GIB",
     "kv.disk_cache=/data:inf": "PATH:GIB",
