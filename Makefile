@@ -8,7 +8,7 @@ FIND_PYTHON = for p in python3.11 python3.12 python3.13 python3; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done
 ARGS ?=
 
-.PHONY: help setup nixl serve test soak check bench sim hunt clean
+.PHONY: help setup nixl serve test soak lint check bench sim hunt clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -39,10 +39,12 @@ test: $(READY)  ## all tests but the long storms, under 10 minutes on two cores
 soak: $(READY)  ## the long storms; public traces are found by STANCHION_TRACES
 	@$(PYTHON) -m pytest -m soak -s $(ARGS)
 
-check: $(READY)  ## format, lint, types, layers
+lint: $(READY)  ## format, lint, types
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/mypy
+
+check: lint  ## the same, and the tests that are quick: layers, core, KV
 	@$(PYTHON) -m pytest tests/test_layers.py tests/core tests/kv tests/device/test_stream.py
 
 bench: $(READY)  ## all benchmarks, shortened (one of them, in full: stanchion bench NAME --json FILE)
