@@ -176,7 +176,7 @@ class Bench:
 
             def blocking() -> None:
                 submit()
-                queue = side.queues["load"]
+                queue = side.load_queue
                 queue.finish(queue.mark())
 
             def ours() -> float:
@@ -376,10 +376,9 @@ class Side:
                     queue = left[mine[one.request]]
                     heard += [queue.pop(0)] if queue else []
 
-    @cached_property
-    def queues(self) -> dict[str, Queue]:
-        copier = self.tiers.copier
-        return {"load": copier.load_queue}  # type: ignore[attr-defined]
+    @property
+    def load_queue(self) -> Queue:
+        return self.tiers.copier.load_queue  # type: ignore[attr-defined,no-any-return]
 
     def close(self) -> None:
         if self.plan is not None:
