@@ -222,7 +222,7 @@ def tiers_bench() -> tiers.Bench:
     "name",
     [
         *("host_hit_ttft", "disk_hit_ttft", "exposed_wait", "overlap_gain"),
-        *("overlap_gain_memory", "kv_check_full_cost", "load_over_memcpy"),
+        *("overlap_gain_linked", "kv_check_full_cost", "load_over_memcpy"),
     ],
 )
 def test_each_measure_of_tiers_runs(

@@ -126,7 +126,7 @@ def test_what_can_be_evicted_is_counted_exactly() -> None:
     pool = PagePool(65)
     tree = PrefixTree(pool, PAGE)
     pins: list[Pin] = []
-    for _ in range(240):
+    for _ in range(600):
         said = tokens(4 * (1 + choices.pick(5)), 100 * choices.pick(4))
         keys = tree.keys(ROOT, said, [])
         hit = tree.match(keys, said)
