@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from stanchion.core.errors import Bug
 
 T = TypeVar("T")
+U = TypeVar("U")
 Mark = int  # a place in one stream's order
 Pages = NDArray[np.int32]
 CROWD = 8
@@ -98,6 +99,10 @@ class View(Generic[T]):
         if self._held is None:
             raise Bug(f"a view of {self._name} was used after its door closed")
         return self._held
+
+    def part(self, choose: Callable[[T], U]) -> View[U]:
+        """A view of some of it; whoever asked for it closes it."""
+        return View(self._name, choose(self.rows))
 
     def close(self) -> None:
         self._held = None

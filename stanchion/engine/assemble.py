@@ -9,6 +9,7 @@ from stanchion.core.errors import ConfigError
 from stanchion.device.stream import Stream
 from stanchion.engine.bounds import FAILPOINTS, Served
 from stanchion.engine.loop import Engine
+from stanchion.engine.ranks import Ranked, Ranks, Send
 from stanchion.engine.runner import Runner
 from stanchion.engine.scheduler import Limits
 from stanchion.engine.tierplan import TierPlan, build_tiers, compute_stream
@@ -56,8 +57,11 @@ def assemble(
     arena: Arena | None = None,
     poisoned: bool = False,
     tiers: TierPlan | None = None,
+    ranks: Ranks | None = None,
+    send: Send | None = None,
 ) -> Parts:
-    """`pages` counts the null page; `context_max` 0 means the model's own.
+    """`pages` counts the null page; `context_max` 0 means the model's own. With `ranks` this is
+    rank 0 of several, and `send` says each pass to the others.
 
     Raise ConfigError for a failpoint that does not exist.
     """
@@ -67,7 +71,9 @@ def assemble(
     pool = PagePool(pages)
     ready = Ready(pages, schema.target_layers, schema.layers, schema.page_tokens)
     stream = compute_stream(schema, tiers)
-    store = Store(schema, pages, arena)
+    store = Store(schema if ranks is None else ranks.schema(schema), pages, arena)
+    if ranks is not None and send is not None:
+        model = Ranked(ranks.side(model, store, stream), send)
     if poisoned:
         pool.on_free = partial(poison, store, stream)
     runner = Runner(model, store, stream, pool, ready)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stanchion.device.kernels.digest import row_digests
-from stanchion.device.kernels.spans import copy_spans
+from stanchion.device.kernels.spans import copy_spans, span_copy
 from stanchion.device.stream import JobQueue, Mark, Pages, Stream
 from stanchion.kv.copies import Lift, Spill
 from stanchion.kv.layout import Key, Layout, Offsets, Place
@@ -116,23 +116,22 @@ class StoreCopier:
         slots = np.concatenate([one.slots for one in lifts])
         pages = np.concatenate([one.pages for one in lifts])
         checked = self._checked(lifts)
-        queue = self._jobs[0]
+        queue, layout, memory = self._jobs[0], self._store.layout, self._store.arena.memory
         for layer, door, keys in self._doors:
             with self._load.writing(self._store.behind(layer, door), pages):
                 if (delay := self._delays.get((layer, door))) and self._sleep is not None:
                     queue.submit(partial(self._sleep, delay))
                 if (layer, door) not in self._left_out:
-                    queue.submit(partial(self._bring, keys, slots, pages, checked))
+                    host, pool, sizes = self.slots.spans(layout, keys, slots, pages)
+                    # Ready made: what the thread holds the interpreter for, compute waits for.
+                    queue.submit(span_copy(self._host, memory, host, pool, sizes))
+                    if checked.lifts:
+                        queue.submit(partial(self._compare, keys, checked))
         for one in lifts:
             self._loaded[id(one)] = queue.mark()
 
-    def _bring(self, keys: list[Key], slots: Pages, pages: Pages, checked: Checked) -> None:
-        """On the load stream's thread."""
-        layout, memory = self._store.layout, self._store.arena.memory
-        host, pool, sizes = self.slots.spans(layout, keys, slots, pages)
-        copy_spans(self._host, memory, host, pool, sizes)
-        if not checked.lifts:
-            return
+    def _compare(self, keys: list[Key], checked: Checked) -> None:
+        """On the load stream's thread, once these buffers are there."""
         for key in keys:
             actual = self._digest(key, checked.pages)
             for at in np.flatnonzero(actual != checked.expected[self._names.index(key)]):

@@ -8,7 +8,8 @@ has two doors, and each buffer is behind exactly one of them: `index` (indexer k
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Set
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Literal
 
@@ -45,9 +46,7 @@ class Schema:
     def __post_init__(self) -> None:
         names = [(one.layer, one.name) for one in self.buffers]
         assert len(names) == len(set(names)), "two buffers of a layer share a name"
-        assert {one.layer for one in self.buffers} == set(range(self.layers)), (
-            "a layer owns nothing"
-        )
+        assert {one.layer for one in self.buffers} <= set(range(self.layers)), "no such layer"
 
     @property
     def target_layers(self) -> int:
@@ -61,6 +60,10 @@ class Schema:
     @property
     def page_bytes(self) -> int:
         return self.row_bytes * self.page_tokens
+
+    def only(self, layers: Set[int]) -> Schema:
+        """The same model, and the buffers of these layers: what one of several ranks keeps."""
+        return replace(self, buffers=tuple(one for one in self.buffers if one.layer in layers))
 
     def behind(self, layer: int, door: Door) -> tuple[Buffer, ...]:
         return tuple(one for one in self.buffers if (one.layer, one.door) == (layer, door))

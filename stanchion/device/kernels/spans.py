@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -24,12 +26,19 @@ def copy_spans(
 
     The two do not overlap.
     """
+    span_copy(source, destination, source_at, destination_at, sizes)()
+
+
+def span_copy(
+    source: Bytes, destination: Bytes, source_at: Offsets, destination_at: Offsets, sizes: Offsets
+) -> Callable[[], None]:
+    """`copy_spans` for later: checked now, and then of hardly any Python."""
     for memory, at in ((source, source_at), (destination, destination_at)):
         if len(at) != len(sizes):
             raise Bug("a span has no end")
         if len(at) and (min(at.min(), sizes.min()) < 0 or (at + sizes).max() > len(memory)):
             raise Bug(f"a span outside memory of {len(memory)} bytes")
-    _copy_spans(source, destination, source_at, destination_at, sizes)
+    return partial(_copy_spans, source, destination, source_at, destination_at, sizes)
 
 
 def copy_spans_plain(

@@ -1,0 +1,238 @@
+"""Context parallelism: the queries of a pass, computed by several ranks of one worker.
+
+Rank 0 has the engine. To its runner the ranks together are a model: `Ranked` sends each pass to
+the others, computes its own share of it, and returns the hidden states of all queries. The others
+follow (`follow`): they decide nothing, and end when rank 0 does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from stanchion.core.errors import Bug
+from stanchion.device.stream import JobQueue, Stream
+from stanchion.kv.schema import DOORS, Schema
+from stanchion.kv.store import Leased, Store
+from stanchion.model.text import Cache, Model, Ragged
+from stanchion.parallel.exchange import Exchange, Replicated
+from stanchion.parallel.group import Group
+from stanchion.parallel.layersplit import Owners, needed
+from stanchion.parallel.shared import Broadcasts, Shared
+from stanchion.parallel.split import Partition, Share, Split
+
+Send = Callable[[bytes], None]
+
+
+class Pass(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A ragged pass of rank 0, for the others: arrays as they lie in memory (see model/text)."""
+
+    draft: bool
+    tokens: bytes  # int64
+    positions: bytes  # int64
+    rows: bytes  # int64
+    starts: bytes  # int64
+    tables: bytes  # int32
+    table_starts: bytes  # int64
+
+
+_passes = msgspec.msgpack.Decoder(Pass)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How a worker's ranks work together, as one of them sees it.
+
+    `exchange` is for what is computed, on the engine's thread. `broadcast` is there under
+    LayerSplit, and used by the thread of `queue` alone.
+    """
+
+    exchange: Group
+    split: Split = "zigzag"
+    broadcast: Group | None = None
+    queue: JobQueue | None = None
+    failpoints: frozenset[str] = frozenset()
+    slow_s: float = 0.0
+    sleep: Callable[[float], None] | None = None
+
+    def schema(self, whole: Schema) -> Schema:
+        """What this rank keeps."""
+        if self.broadcast is None:
+            return whole
+        return self._owners(whole).schema(whole, self.exchange.rank)
+
+    def side(self, model: Model, store: Store, compute: Stream) -> Side:
+        exchange = Exchange(self.exchange)
+        broadcasts = None
+        if self.broadcast is not None:
+            if self.queue is None:
+                raise Bug("LayerSplit without a queue for its broadcasts")
+            broadcasts = Broadcasts(
+                model.schema, self._owners(model.schema), store, self.broadcast, self.queue,
+                self.failpoints, self.slow_s, self.sleep,
+            )  # fmt: skip
+        group = self.exchange
+        return Side(model, exchange, compute, group.rank, group.size, self.split, broadcasts)
+
+    def _owners(self, whole: Schema) -> Owners:
+        return Owners.of(whole, self.exchange.size)
+
+
+@dataclass
+class Side:
+    """One rank's way through a pass. `broadcasts` is there under LayerSplit."""
+
+    model: Model
+    exchange: Exchange
+    compute: Stream
+    rank: int
+    ranks: int
+    split: Split = "zigzag"
+    broadcasts: Broadcasts | None = None
+
+    def run(self, batch: Ragged, inner: Cache, hidden: Tensor | None) -> Tensor:
+        """The hidden states of all queries, on every rank. `hidden` is for the draft layer, and
+        of use on rank 0 alone; the others get it from there."""
+        schema = self.model.schema
+        if hidden is None:
+            layers = range(schema.target_layers)
+        else:
+            layers = range(schema.target_layers, schema.layers)
+            hidden = hidden.contiguous()
+            self.exchange.from_first(hidden)
+        partition = Partition.of(batch.starts, self.ranks, self.split)
+        share = partition.shares[self.rank]
+        local, cache = self._cache(batch, inner, partition, layers)
+        mine = lanes(local, share)
+        if not len(share):
+            self._walk(cache, layers)
+            none = self.model.no_hidden(0)
+            return self.exchange.hidden(partition, none)
+        if hidden is None:
+            out = self.model.forward(mine, cache)
+        else:
+            out = self.model.draft(mine, hidden[torch.from_numpy(share.queries)], cache)
+        return self.exchange.hidden(partition, out)
+
+    def _cache(
+        self, batch: Ragged, inner: Cache, partition: Partition, layers: range
+    ) -> tuple[Ragged, Cache]:
+        if self.broadcasts is None:
+            return batch, Replicated(inner, self.exchange, partition, batch.rows)
+        need = needed(
+            batch.positions, batch.rows, batch.starts, batch.tables, batch.table_starts,
+            inner.page_tokens,
+        )  # fmt: skip
+        cache = Shared(
+            inner, self.compute, self.broadcasts, self.exchange, partition, need, batch.rows, layers
+        )
+        return replace(batch, rows=need.rows, tables=need.tables), cache
+
+    def _walk(self, cache: Cache, layers: Iterable[int]) -> None:
+        """Through all doors, as a model goes, with nothing to write or read."""
+        for layer in layers:
+            for door in DOORS:
+                if self.model.schema.behind(layer, door):
+                    with cache.writing(layer, door):
+                        pass
+                    with cache.reading(layer, door):
+                        pass
+
+
+class Ranked:
+    """All ranks, as one model."""
+
+    def __init__(self, side: Side, send: Send) -> None:
+        self._side = side
+        self._send = send
+        self._model = side.model
+        self.schema = side.model.schema
+        self.vocabulary = side.model.vocabulary
+        self.context_max = side.model.context_max
+        self.hidden_width = side.model.hidden_width
+
+    def forward(self, batch: Ragged, cache: Cache) -> Tensor:
+        self._send(encode(batch, draft=False))
+        return self._side.run(batch, cache, None)
+
+    def draft(self, batch: Ragged, hidden: Tensor, cache: Cache) -> Tensor:
+        self._send(encode(batch, draft=True))
+        return self._side.run(batch, cache, hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._model.logits(hidden)
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        return self._model.draft_logits(hidden)
+
+    def no_hidden(self, rows: int) -> Tensor:
+        return self._model.no_hidden(rows)
+
+
+def follow(side: Side, store: Store, orders: Iterable[bytes]) -> None:
+    """Run what rank 0 says, until it says no more."""
+    for order in orders:
+        batch, draft = decode(order)
+        written = np.unique(batch.rows // side.model.schema.page_tokens).astype(np.int32)
+        cache = Leased(store, side.compute, [], batch.tables, written)
+        # Rank 0's hidden states come to this memory.
+        hidden = torch.empty_like(side.model.no_hidden(len(batch.tokens))) if draft else None
+        side.run(batch, cache, hidden)
+
+
+def lanes(batch: Ragged, share: Share) -> Ragged:
+    """A rank's queries of a pass: each lane as if it were a request, with its request's table."""
+    tables = [
+        batch.tables[batch.table_starts[one] : batch.table_starts[one + 1]]
+        for one in share.requests
+    ]
+    ends = np.cumsum([0, *(len(one) for one in tables)]).astype(np.int64)
+    return Ragged(
+        tokens=batch.tokens[share.queries],
+        positions=batch.positions[share.queries],
+        rows=batch.rows[share.queries],
+        starts=share.starts,
+        tables=np.concatenate([*tables, np.empty(0, np.int32)]).astype(np.int32),
+        table_starts=ends,
+    )
+
+
+def encode(batch: Ragged, draft: bool) -> bytes:
+    return msgspec.msgpack.encode(
+        Pass(
+            draft,
+            _bytes(batch.tokens, np.int64),
+            _bytes(batch.positions, np.int64),
+            _bytes(batch.rows, np.int64),
+            _bytes(batch.starts, np.int64),
+            _bytes(batch.tables, np.int32),
+            _bytes(batch.table_starts, np.int64),
+        )
+    )
+
+
+def decode(order: bytes) -> tuple[Ragged, bool]:
+    said = _passes.decode(order)
+    batch = Ragged(
+        tokens=_array(said.tokens, np.int64),
+        positions=_array(said.positions, np.int64),
+        rows=_array(said.rows, np.int64),
+        starts=_array(said.starts, np.int64),
+        tables=_array(said.tables, np.int32),
+        table_starts=_array(said.table_starts, np.int64),
+    )
+    return batch, said.draft
+
+
+def _bytes(array: Any, dtype: Any) -> bytes:
+    return np.ascontiguousarray(array, dtype).tobytes()
+
+
+def _array(said: bytes, dtype: Any) -> Any:
+    return np.frombuffer(said, dtype).copy()  # tensors want memory that may be written
