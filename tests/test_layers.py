@@ -18,7 +18,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": {"core", "device", "kv"},
     "engine": {"core", "device", "kv", "parallel", "model"},
     "gateway": {"core"},
-    "disagg": {"core", "device", "kv", "engine"},
+    "disagg": {"core", "device", "kv", "parallel", "engine"},
     # pure modules alone
     "sim": {"core", "device", "kv", "parallel", "engine", "disagg", "gateway"},
     "cli": {"core", "device", "kv", "parallel", "model", "engine", "disagg", "gateway", "sim"},
@@ -70,6 +70,8 @@ MAY_TOUCH: dict[str, set[str]] = {
     "cli/chat.py": {"http", "time", "urllib"},
     "cli/drive.py": {"asyncio", "tempfile", "time"},
     "cli/main.py": {"os"},
+    "cli/rank.py": {"multiprocessing", "os", "signal", "time", "torch"},
+    "cli/ranks.py": {"multiprocessing", "os", "select", "subprocess", "tempfile", "threading"},
     "cli/serve.py": {"os", "tempfile", "time"},
     "cli/storm.py": {"torch"},
     "cli/supervisor.py": {"asyncio", "os", "signal", "subprocess"},

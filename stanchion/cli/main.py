@@ -23,6 +23,7 @@ Serve a model over an OpenAI-compatible API.
   stanchion serve hashed               the hash model: text without sense, an exact instrument
   stanchion serve /models/GLM-5-small  config.json, *.safetensors, tokenizer.json
   stanchion serve --prefill 1 --decode 2   prompts and answers computed by workers of their own
+  stanchion serve --cp 2 --layer-split     a worker of two ranks, each with half the layers' KV
 
 Every setting can be given as --set name=value or in a TOML file (--config); the flags below are
 short names for the common ones. `stanchion settings` lists all of them with their defaults.
@@ -41,6 +42,7 @@ and deadlines, and compare every answer with the same request alone. Memtest for
 
   stanchion verify --prefill 2 --decode 1 --minutes 5
   stanchion verify --prefill 1 --decode 1 --transport nixl --requests 10000 --kills 20 --stops 20
+  stanchion verify --cp 2 --layer-split --context 16384
   stanchion verify --host-cache 0.01 --kv-memory 0.005 --disk-cache /tmp/kv:0.1 --kv-check full
   stanchion verify --prefill 2 --decode 1 --prefill-deadline 0.3 --failpoint release_before_drained
 
@@ -58,6 +60,8 @@ WORKER_FLAGS: Flags = {
     "page-size": "kv.page_tokens",
     "draft-tokens": "engine.draft_tokens",
     "max-context": "engine.context_max",
+    "cp": "parallel.cp",
+    "layer-split": "parallel.layer_split",
     "dtype": "model.dtype",
     "transport": "cluster.transport",
     "prefill-deadline": "cluster.prefill_deadline_s",

@@ -14,6 +14,7 @@ import zmq
 
 from stanchion.cli import plan as plans
 from stanchion.cli.plan import WorkerPlan
+from stanchion.cli.ranks import Followers
 from stanchion.cli.settings import model_folder
 from stanchion.cli.tiers import tier_plan
 from stanchion.core.config import Config
@@ -35,9 +36,11 @@ from stanchion.disagg.peer import Times
 from stanchion.disagg.worker import Joining, Side, Worker, serve
 from stanchion.engine.assemble import Parts, assemble, pages_that_fit
 from stanchion.engine.loop import Engine
+from stanchion.engine.ranks import owners
 from stanchion.engine.scheduler import Limits
 from stanchion.model.hashed import HashModel
 from stanchion.model.text import Model
+from stanchion.parallel.group import RankLost
 
 FRAME_BYTES_MAX = 256 * 2**20
 WARM_TOKENS = 48
@@ -54,16 +57,22 @@ def run(plan: WorkerPlan, peer_key: str = "") -> int:
     except ServeError as error:
         print(f"stanchion: {error}", file=sys.stderr)
         return 2
+    except RankLost as error:
+        print(f"stanchion: {plan.name}: {error}; all its ranks end", file=sys.stderr)
+        return 1
 
 
 def _run(plan: WorkerPlan, peer_key: str) -> int:
     for name, address in (("join", plan.join), ("listen", plan.listen)):
         check_address(name, address, peer_key)
     config = plan.config
-    engine_failpoints, handoff_failpoints, tier_failpoints = split_failpoints(
-        frozenset(filter(None, config.lab.failpoints.split(",")))
-    )
-    parts, hello = build(plan, engine_failpoints, tier_failpoints)
+    failpoints = split_failpoints(frozenset(filter(None, config.lab.failpoints.split(","))))
+    followers = None
+    if config.parallel.cp > 1 and plan.role != "decode":
+        followers = Followers(config, failpoints.ranks)
+    elif failpoints.ranks:
+        raise ConfigError(f"the failpoint {min(failpoints.ranks)} wants parallel.cp above 1")
+    parts, hello = build(plan, failpoints.engine, failpoints.tiers, followers)
     context: zmq.Context[Socket] = zmq.Context()
     socket, address = _bound(context, plan, "w", peer_key)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a gateway that is gone is to be noticed
@@ -80,7 +89,7 @@ def _run(plan: WorkerPlan, peer_key: str) -> int:
         check=config.kv.check,  # type: ignore[arg-type]  # one of them: config.check saw to it
         transport=config.cluster.transport,
         slow_transfer_ms=config.lab.slow_transfer_ms,
-        failpoints=handoff_failpoints,
+        failpoints=failpoints.handoff,
     )
     side: Side = unified_side(parts)
     link: Link | None = None
@@ -105,6 +114,8 @@ def _run(plan: WorkerPlan, peer_key: str) -> int:
             link.close()
         if parts.engine.tiered is not None:
             parts.engine.tiered.tiers.close()
+        if followers is not None:
+            followers.close()
         context.destroy(linger=1000)
     for line in refused:
         print(f"stanchion: {plan.name} does not fit its cluster: {line}", file=sys.stderr)
@@ -157,9 +168,15 @@ def _joining(context: zmq.Context[Socket], plan: WorkerPlan, join: Join, peer_ke
 
 
 def build(
-    plan: WorkerPlan, failpoints: frozenset[str], tier_failpoints: frozenset[str] = frozenset()
+    plan: WorkerPlan,
+    failpoints: frozenset[str],
+    tier_failpoints: frozenset[str] = frozenset(),
+    followers: Followers | None = None,
 ) -> tuple[Parts, Hello]:
-    """Load the model and put the engine together. Raise ConfigError or WeightsError."""
+    """Load the model and put the engine together; with `followers` it is rank 0 of several.
+
+    Raise ConfigError, WeightsError or RankLost.
+    """
     config = plan.config
     model, name, revision, eos_ids = load_model(config)
     engine_settings = config.engine
@@ -169,12 +186,16 @@ def build(
         waiting_max=engine_settings.waiting_max,
         draft_tokens=engine_settings.draft_tokens if model.schema.draft else 0,
     )
-    pages = pages_that_fit(model.schema, config.kv.memory_gib)
+    page_bytes = model.schema.page_bytes
+    if config.parallel.layer_split:
+        page_bytes = owners(model.schema, config.parallel.cp).page_bytes(model.schema)
+    pages = pages_that_fit(page_bytes, config.kv.memory_gib)
+    ranks = None if followers is None else followers.start(pages)
     tiers = tier_plan(config, plan.name, model.schema, tier_failpoints)
     parts = assemble(
         model, limits, pages, name, revision, eos_ids, failpoints, config.lab.record_drafts,
         engine_settings.context_max, arena_for(plan.role, model.schema, pages), config.kv.poison,
-        tiers,
+        tiers, ranks, None if followers is None else followers.send,
     )  # fmt: skip
     hello = Hello(
         name=plan.name,

@@ -85,9 +85,19 @@ class Cluster:
 
 
 @dataclass(frozen=True)
+class Parallel:
+    cp: Annotated[int, "ranks (processes) that share the prefill of one worker"] = 1
+    layer_split: Annotated[
+        bool, "each rank keeps its own layers of the KV cache, instead of all of them"
+    ] = False
+    split: Annotated[str, "who computes which tokens: zigzag, interleaved or contiguous"] = "zigzag"
+
+
+@dataclass(frozen=True)
 class Lab:
     failpoints: Annotated[str, "historic faults to bring back, comma separated; never in use"] = ""
     slow_transfer_ms: Annotated[float, "hold every KV write back so long; harmless"] = 0.0
+    slow_broadcast_ms: Annotated[float, "hold every broadcast of KV back so long; harmless"] = 0.0
     slow_load: Annotated[
         str, "LAYER/DOOR:MS, ... holds such loads from the host back; * for all; harmless"
     ] = ""
@@ -104,6 +114,7 @@ class Config:
     cluster: Annotated[Cluster, "how many workers, and how they work together"] = field(
         default_factory=Cluster
     )
+    parallel: Annotated[Parallel, "several ranks for one worker"] = field(default_factory=Parallel)
     lab: Annotated[Lab, "switches for tests and experiments"] = field(default_factory=Lab)
 
 
@@ -167,11 +178,27 @@ def check(config: Config) -> None:
     if kv.disk_cache and not kv.host_cache_gib:
         raise ConfigError("kv.disk_cache wants kv.host_cache_gib too: the disk is behind the host")
     disk_cache(kv.disk_cache)
+    _check_parallel(config)
     slow_load(config.lab.slow_load)
     removed_door(config.lab.removed_door)
     _one_of("cluster.transport", cluster.transport, ("shm", "nixl"))
     _one_of("model.dtype", config.model.dtype, ("float32", "bfloat16", "float16"))
     _one_of("model.index_dtype", config.model.index_dtype, ("same", "float8"))
+
+
+def _check_parallel(config: Config) -> None:
+    parallel, cluster = config.parallel, config.cluster
+    _within("parallel.cp", parallel.cp, 1, 64)
+    _one_of("parallel.split", parallel.split, ("zigzag", "interleaved", "contiguous"))
+    _within("lab.slow_broadcast_ms", config.lab.slow_broadcast_ms, 0.0, 60_000.0)
+    if parallel.layer_split and parallel.cp == 1:
+        raise ConfigError("parallel.layer_split wants parallel.cp of at least 2")
+    if parallel.cp > 1 and config.kv.host_cache_gib:
+        raise ConfigError("kv.host_cache_gib with parallel.cp above 1: ranks have no tiers yet")
+    if parallel.layer_split and cluster.prefill:
+        raise ConfigError(
+            "parallel.layer_split with cluster.prefill: only rank 0 of a prefill worker sends yet"
+        )
 
 
 def disk_cache(said: str) -> tuple[str, int] | None:

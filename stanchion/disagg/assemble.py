@@ -29,6 +29,7 @@ from stanchion.kv.tiers import FAILPOINTS as TIER_FAILPOINTS
 from stanchion.kv.transfer.sender import Sender
 from stanchion.kv.transfer.shm import shm_invitation, shm_transfer
 from stanchion.kv.transfer.words import Invitation, Transfer, Write, WriteEnded
+from stanchion.parallel.words import FAILPOINTS as RANK_FAILPOINTS
 
 if TYPE_CHECKING:
     from stanchion.kv.transfer.nixl import NixlTarget
@@ -126,15 +127,28 @@ def arena_for(role: Role, schema: Schema, pages: int) -> Arena:
     return Arena.shared(size) if role == "decode" else Arena.private(size)
 
 
-def split_failpoints(
-    named: frozenset[str],
-) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    """(the engine's, the handoff's, the tiers'). Raise ConfigError for one that does not exist."""
-    kinds = ENGINE_FAILPOINTS.keys(), FAILPOINTS.keys(), TIER_FAILPOINTS.keys()
-    known = kinds[0] | kinds[1] | kinds[2]
+@dataclass(frozen=True)
+class Failpoints:
+    """Those named, by the room that knows them."""
+
+    engine: frozenset[str]
+    handoff: frozenset[str]
+    tiers: frozenset[str]
+    ranks: frozenset[str]
+
+
+def split_failpoints(named: frozenset[str]) -> Failpoints:
+    """Raise ConfigError for one that does not exist."""
+    kinds = (
+        ENGINE_FAILPOINTS.keys(),
+        FAILPOINTS.keys(),
+        TIER_FAILPOINTS.keys(),
+        RANK_FAILPOINTS.keys(),
+    )
+    known = set().union(*kinds)
     if unknown := sorted(named - known):
         raise ConfigError(f"no failpoint {unknown[0]}; there are: {', '.join(sorted(known))}")
-    return named & kinds[0], named & kinds[1], named & kinds[2]
+    return Failpoints(*(named & kind for kind in kinds))
 
 
 def unified_side(parts: Parts) -> UnifiedSide:

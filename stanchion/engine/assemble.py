@@ -18,18 +18,17 @@ from stanchion.kv.pages import PagePool
 from stanchion.kv.poison import poison
 from stanchion.kv.prefix import PrefixTree
 from stanchion.kv.ready import Ready
-from stanchion.kv.schema import Schema
 from stanchion.kv.store import Store
 from stanchion.model.text import Model
 
 PAGES_MAX = 2**20
 
 
-def pages_that_fit(schema: Schema, memory_gib: float) -> int:
-    """Pages of this schema in so much memory, with the null page. Raise ConfigError for none."""
-    pages = min(int(memory_gib * 2**30) // schema.page_bytes, PAGES_MAX)
+def pages_that_fit(page_bytes: int, memory_gib: float) -> int:
+    """Pages of this size in so much memory, with the null page. Raise ConfigError for none."""
+    pages = min(int(memory_gib * 2**30) // page_bytes, PAGES_MAX)
     if pages < 2:
-        least = 2 * schema.page_bytes / 2**30
+        least = 2 * page_bytes / 2**30
         raise ConfigError(f"kv.memory_gib is {memory_gib}; two pages need {least:.6f}")
     return pages
 

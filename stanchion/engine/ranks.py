@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stanchion.core.errors import Bug
+from stanchion.core.errors import Bug, ConfigError
 from stanchion.device.stream import JobQueue, Stream
 from stanchion.kv.schema import DOORS, Schema
 from stanchion.kv.store import Leased, Store
@@ -65,7 +65,7 @@ class Ranks:
         """What this rank keeps."""
         if self.broadcast is None:
             return whole
-        return self._owners(whole).schema(whole, self.exchange.rank)
+        return owners(whole, self.exchange.size).schema(whole, self.exchange.rank)
 
     def side(self, model: Model, store: Store, compute: Stream) -> Side:
         exchange = Exchange(self.exchange)
@@ -74,14 +74,11 @@ class Ranks:
             if self.queue is None:
                 raise Bug("LayerSplit without a queue for its broadcasts")
             broadcasts = Broadcasts(
-                model.schema, self._owners(model.schema), store, self.broadcast, self.queue,
-                self.failpoints, self.slow_s, self.sleep,
+                model.schema, owners(model.schema, self.exchange.size), store, self.broadcast,
+                self.queue, self.failpoints, self.slow_s, self.sleep,
             )  # fmt: skip
         group = self.exchange
         return Side(model, exchange, compute, group.rank, group.size, self.split, broadcasts)
-
-    def _owners(self, whole: Schema) -> Owners:
-        return Owners.of(whole, self.exchange.size)
 
 
 @dataclass
@@ -184,6 +181,16 @@ def follow(side: Side, store: Store, orders: Iterable[bytes]) -> None:
         # Rank 0's hidden states come to this memory.
         hidden = torch.empty_like(side.model.no_hidden(len(batch.tokens))) if draft else None
         side.run(batch, cache, hidden)
+
+
+def owners(whole: Schema, ranks: int) -> Owners:
+    """Raise ConfigError where a rank would have no layer."""
+    if ranks > whole.layers:
+        raise ConfigError(
+            f"parallel.cp is {ranks}; with layer_split it must be from 2 to {whole.layers}, the "
+            "layers of this model"
+        )
+    return Owners.of(whole, ranks)
 
 
 def lanes(batch: Ragged, share: Share) -> Ragged:

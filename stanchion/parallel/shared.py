@@ -27,11 +27,6 @@ from stanchion.parallel.layersplit import Layer, Needed, Owners
 from stanchion.parallel.scratch import SLOTS, ByLayer, Scratch
 from stanchion.parallel.split import Ints, Partition, Rank
 
-FAILPOINTS = {
-    "scratch_refilled_under_reader": "a layer is sent into the slot that another is read from",
-    "index_broadcast_skipped": "index keys of earlier passes are not sent",
-}
-
 
 @dataclass
 class Broadcasts:

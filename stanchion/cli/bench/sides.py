@@ -59,7 +59,7 @@ class Ours:
         for one in ("forward", "logits", "draft", "draft_logits"):
             setattr(model, one, self._timed(getattr(model, one)))
         limits = Limits(draft_tokens=self.draft_tokens)
-        pages = pages_that_fit(model.schema, KV_GIB)
+        pages = pages_that_fit(model.schema.page_bytes, KV_GIB)
         self.engine = assemble(model, limits, pages, name, revision, eos).engine
 
     def start(

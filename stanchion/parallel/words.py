@@ -1,0 +1,6 @@
+"""The faults of ranks that a lab can bring back."""
+
+FAILPOINTS = {
+    "scratch_refilled_under_reader": "a layer is sent into the slot that another is read from",
+    "index_broadcast_skipped": "index keys of earlier passes are not sent",
+}
