@@ -75,7 +75,7 @@ MAY_TOUCH: dict[str, set[str]] = {
     "cli/serve.py": {"os", "tempfile", "time"},
     "cli/storm.py": {"torch"},
     "cli/supervisor.py": {"asyncio", "os", "signal", "subprocess"},
-    "cli/verify.py": {"asyncio", "signal", "time"},
+    "cli/verify.py": {"asyncio", "os", "signal", "time"},
     "cli/worker.py": {"os", "torch", "zmq"},
 }
 FOLDERS_MAY_TOUCH: dict[str, set[str]] = {

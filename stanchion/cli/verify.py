@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import sys
 import time
@@ -16,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -212,17 +214,21 @@ class _Run:
             while self._progress() < moment or not (there := _there(running)):
                 await asyncio.sleep(0.02)
             process = there[int(rng.integers(len(there)))]
+            send = process.send
+            if ranks := _ranks(process.pid):  # any of a worker's ranks may be met
+                at = int(rng.integers(1 + len(ranks)))
+                send = partial(_send, ranks[at - 1]) if at else send
             if what == "kill":
                 self.report.kills += 1
-                process.send(signal.SIGKILL)
+                send(signal.SIGKILL)
                 await process.over.wait()
                 continue
             self.report.stops += 1
-            process.send(signal.SIGSTOP)
+            send(signal.SIGSTOP)
             try:
                 await asyncio.sleep(float(rng.uniform(0.1, 1.5 * self.config.cluster.silence_s)))
             finally:
-                process.send(signal.SIGCONT)
+                send(signal.SIGCONT)
 
     def _progress(self) -> float:
         """How much of the storm is over, 0 to 1."""
@@ -267,6 +273,23 @@ def _there(running: Cluster) -> list[Process]:
         if hello is not None and hello.pid == process.pid and not process.over.is_set():
             found.append(process)
     return found
+
+
+def _ranks(worker: int) -> list[int]:
+    """The processes of its other ranks."""
+    try:
+        return [
+            int(one) for one in Path(f"/proc/{worker}/task/{worker}/children").read_text().split()
+        ]
+    except FileNotFoundError:
+        return []  # it has ended meanwhile
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return  # it went with its worker
 
 
 def _leftovers(running: Cluster) -> list[str]:

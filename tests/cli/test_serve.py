@@ -309,6 +309,10 @@ def test_settings_that_make_no_sense_are_refused_at_start() -> None:
         (["--prefill", "1"], "a pair needs at least one of each"),
         (["--join", "tcp://0.0.0.0:0"], "--peer-key"),
         (["--join", "elsewhere"], "cluster.join"),
+        (["--cp", "0"], "parallel.cp"),
+        (["--layer-split"], "parallel.cp of at least 2"),
+        (["--cp", "2", "--host-cache", "1"], "kv.host_cache_gib with parallel.cp"),
+        (["--cp", "2", "--layer-split", "--prefill", "1", "--decode", "1"], "parallel.layer_split"),
     ):
         command = [sys.executable, "-m", "stanchion.cli.main", "serve", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -61,6 +61,40 @@ def test_the_same_over_nixl() -> None:
     assert report.kv_bytes_sent > 0
 
 
+RANKS = ["parallel.cp=2", "parallel.layer_split=true", "cluster.silence_s=1"]
+
+
+def test_a_rank_that_dies_and_one_that_hangs_take_their_worker_along() -> None:
+    """Whichever rank it is: no wrong answer, and no page is lost."""
+    config = load(Config(), "", [*RANKS, "cluster.both=2"])
+    report = run(config, replace(TRAFFIC, requests=200, kills=1, stops=1), quiet=True)
+    assert report.passed, (report.wrong[:1], report.lost)
+    assert report.kills == report.stops == 1 and report.restarts >= 1
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_twenty_ranks_that_die_and_twenty_that_hang() -> None:
+    config = load(Config(), "", [*RANKS, "cluster.both=2"])
+    report = run(config, replace(TRAFFIC, requests=4000, kills=20, stops=20), quiet=True)
+    assert report.passed, (report.wrong[:1], report.lost)
+    assert report.kills == report.stops == 20
+
+
+def test_prefill_of_several_ranks_hands_over() -> None:
+    config = load(Config(), "", ["parallel.cp=2", "cluster.prefill=1", "cluster.decode=1"])
+    report = run(config, replace(TRAFFIC, requests=200), quiet=True)
+    assert report.passed, (report.wrong[:1], report.lost)
+    assert report.kv_bytes_sent > 0
+
+
+@pytest.mark.parametrize("failpoint", ["scratch_refilled_under_reader", "index_broadcast_skipped"])
+def test_ranks_that_share_wrongly_fail(failpoint: str) -> None:
+    sets = [*RANKS, f"lab.failpoints={failpoint}", "model.hashed_top_k=48"]
+    report = run(load(Config(), "", sets), replace(TRAFFIC, requests=60), quiet=True)
+    assert report.wrong_count
+
+
 TIERS = ["kv.memory_gib=0.001", "kv.host_cache_gib=0.002", "kv.check=sampled"]
 
 
