@@ -153,6 +153,7 @@ class Ranked:
         self.vocabulary = side.model.vocabulary
         self.context_max = side.model.context_max
         self.hidden_width = side.model.hidden_width
+        self.broadcasts = side.broadcasts
 
     def forward(self, batch: Ragged, cache: Cache) -> Tensor:
         self._send(encode(batch, draft=False))

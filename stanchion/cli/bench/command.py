@@ -60,6 +60,12 @@ def _bench(name: str, quick: bool) -> Bench:
         from stanchion.cli.bench import tiers
 
         return tiers.Bench(model_folder("tiny"), tiers.QUICK if quick else tiers.FULL)
+    if name == "layersplit":
+        from stanchion.cli.bench import layersplit
+
+        return layersplit.Bench(
+            model_folder("tiny"), layersplit.QUICK if quick else layersplit.FULL
+        )
     from stanchion.cli.bench import handoff
 
     return handoff.Bench(model_folder("tiny"), handoff.QUICK if quick else handoff.FULL)

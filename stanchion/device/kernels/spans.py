@@ -1,4 +1,8 @@
-"""Byte ranges from one run of memory to another, as fast as memcpy, without the GIL."""
+"""Byte ranges from one run of memory to another, as fast as memcpy, without the GIL.
+
+Large copies are stored past the caches: what they bring is not read at once, and whoever computes
+meanwhile keeps what it has there. libc's memcpy does so too, but only for one large range.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from functools import partial
 from typing import Any, cast
 
 import numpy as np
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -17,6 +22,8 @@ from stanchion.device.kernels.lanes import INT64, compiled
 
 Bytes = NDArray[np.uint8]
 Offsets = NDArray[np.int64]
+LINE = 64
+STREAMED_BYTES = 1 << 18  # what is less stays in a core's own cache
 
 
 def copy_spans(
@@ -38,7 +45,8 @@ def span_copy(
             raise Bug("a span has no end")
         if len(at) and (min(at.min(), sizes.min()) < 0 or (at + sizes).max() > len(memory)):
             raise Bug(f"a span outside memory of {len(memory)} bytes")
-    return partial(_copy_spans, source, destination, source_at, destination_at, sizes)
+    base = destination.ctypes.data if sizes.sum() >= STREAMED_BYTES else 1
+    return partial(_copy_spans, source, destination, base, source_at, destination_at, sizes)
 
 
 def copy_spans_plain(
@@ -64,10 +72,52 @@ def _move(typing: Any, source: Any, here: Any, destination: Any, there: Any, siz
     return types.void(source, types.int64, destination, types.int64, types.int64), code
 
 
-_moved = cast(Any, _move)
+@intrinsic
+def _stream(typing: Any, source: Any, here: Any, destination: Any, there: Any) -> Any:
+    """LINE bytes to a place that is aligned to them, past the caches."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        line = ir.VectorType(ir.IntType(8), LINE).as_pointer()
+        here, there = (
+            builder.bitcast(
+                builder.gep(
+                    context.make_array(signature.args[at])(context, builder, arguments[at]).data,
+                    [arguments[at + 1]],
+                ),
+                line,
+            )
+            for at in (0, 2)
+        )
+        stored = builder.store(builder.load(here, align=1), there, align=LINE)
+        one = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+        stored.set_metadata("nontemporal", one)
+        return context.get_dummy_value()
+
+    return types.void(source, types.int64, destination, types.int64), code
+
+
+@intrinsic
+def _settle(typing: Any) -> Any:
+    """What was stored past the caches is in place for everybody."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), code
+
+
+_moved, _streamed, _settled = cast(Any, _move), cast(Any, _stream), cast(Any, _settle)
 
 
 @compiled
-def _copy_spans(source, destination, source_at, destination_at, sizes):  # type: ignore[no-untyped-def]
+def _copy_spans(source, destination, base, source_at, destination_at, sizes):  # type: ignore[no-untyped-def]
+    """`base` is the destination's address, or 1 for a plain copy."""
     for i in range(sizes.size):
-        _moved(source, source_at[i], destination, destination_at[i], sizes[i])
+        here, there, size = source_at[i], destination_at[i], sizes[i]
+        if (base + there) % LINE or size % LINE:
+            _moved(source, here, destination, there, size)
+            continue
+        for at in range(0, size, LINE):
+            _streamed(source, here + at, destination, there + at)
+    _settled()
