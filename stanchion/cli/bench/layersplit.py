@@ -98,9 +98,10 @@ class Bench:
             )
             if split.answers != whole.answers:
                 raise Bug("two sides were given the same requests, and answered differently")
+            sizes = self.sizes
             measure.note = (
-                f"{length} tokens, {self.sizes.sessions} sessions, {self.sizes.requests} requests "
-                f"a run; of the prefixes found: split {split.found:.2f}, replicated {whole.found:.2f}"
+                f"{length} tokens, {sizes.sessions} sessions, {sizes.requests} requests a run; of "
+                f"the prefixes found: split {split.found:.2f}, replicated {whole.found:.2f}"
             )
         return measure
 
