@@ -46,7 +46,7 @@ _plans = msgspec.json.Decoder(RankPlan)
 
 
 def meet(rank: int, config: Config, meeting: str, failpoints: frozenset[str]) -> Ranks:
-    """Wait for all ranks; raise RankLost if they do not come."""
+    """Wait for all ranks; raise RankLost if they do not come. Then nobody needs `meeting` more."""
     parallel = config.parallel
     store = dist.FileStore(meeting, parallel.cp)  # type: ignore[attr-defined]
 
@@ -54,12 +54,15 @@ def meet(rank: int, config: Config, meeting: str, failpoints: frozenset[str]) ->
         return GlooGroup(name, Rank(rank), parallel.cp, store, TIMEOUT_S)
 
     exchange = group("exchange")
-    if not parallel.layer_split:
+    broadcast = group("broadcast") if parallel.layer_split else None
+    for root in range(parallel.cp):  # whoever takes part in these has met in all groups
+        exchange.broadcast(torch.zeros(1, dtype=torch.uint8), Rank(root))
+    if broadcast is None:
         return Ranks(exchange, parallel.split)  # type: ignore[arg-type]  # config.check saw to it
     return Ranks(
         exchange,
         parallel.split,  # type: ignore[arg-type]
-        group("broadcast"),
+        broadcast,
         ThreadQueue("broadcast"),
         failpoints,
         config.lab.slow_broadcast_ms / 1000,

@@ -28,17 +28,16 @@ class Followers:
     failpoints: frozenset[str]
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     orders: list[Connection] = field(default_factory=list)
-    folder: tempfile.TemporaryDirectory[str] | None = None
     closing: bool = False
 
     def start(self, pages: int) -> Ranks:
         """Start them, and wait until all have met. Raise RankLost if they do not."""
-        self.folder = tempfile.TemporaryDirectory(prefix="stanchion-ranks-")
-        meeting = os.path.join(self.folder.name, "meeting")
-        for rank in range(1, self.config.parallel.cp):
-            self._spawn(rank, pages, meeting)
-        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
-        return meet(0, self.config, meeting, self.failpoints)
+        with tempfile.TemporaryDirectory(prefix="stanchion-ranks-") as folder:
+            meeting = os.path.join(folder, "meeting")
+            for rank in range(1, self.config.parallel.cp):
+                self._spawn(rank, pages, meeting)
+            threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+            return meet(0, self.config, meeting, self.failpoints)
 
     def send(self, order: bytes) -> None:
         for one in self.orders:
@@ -49,8 +48,6 @@ class Followers:
 
     def close(self) -> None:
         self.closing = True
-        if self.folder is not None:
-            self.folder.cleanup()
         for one in self.orders:
             one.close()
         for process in self.processes.values():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stanchion.device.stream import Guarded
-from stanchion.kv.schema import DOORS, Door, Schema
+from stanchion.kv.schema import DOORS, DTYPE_BYTES, Door, Schema
 
 SLOTS = 2
 Rows = Mapping[str, Tensor]
@@ -56,7 +56,7 @@ def _slot(schema: Schema, door: Door, layers: tuple[int, ...], pages: int) -> By
     for layer in layers:
         end, tensors = 0, {}
         # Widest elements first, so that each buffer begins on a multiple of its own.
-        behind = sorted(schema.behind(layer, door), key=lambda one: (-one.row_bytes, one.name))
+        behind = sorted(schema.behind(layer, door), key=lambda one: -DTYPE_BYTES[one.dtype])
         for one in behind:
             part = memory[end : end + rows * one.row_bytes]
             tensors[one.name] = part.view(getattr(torch, one.dtype)).view(rows, one.width)

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stanchion.core.errors import Bug
-from stanchion.device.kernels.spans import copy_spans, copy_spans_plain
+from stanchion.device.kernels.spans import LINE, STREAMED_BYTES, copy_spans, copy_spans_plain
+from stanchion.kv.arena import Arena
 from stanchion.kv.layout import ALIGNMENT, Layout, spans
 from stanchion.kv.schema import Buffer, Schema
 
@@ -117,6 +118,23 @@ def test_a_write_that_leaves_its_pool_is_refused(
             ours, theirs, layer,
             np.array(source, np.int32), np.array(destination, np.int32), last_rows,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("shift", [0, 1, 8, 63, 64])
+@pytest.mark.parametrize("size", [LINE * 9, LINE * 9 + 1, LINE - 1])
+def test_large_copies_are_right_at_any_alignment(shift: int, size: int) -> None:
+    """Stored past the caches where that can be done, and plainly elsewhere; nothing beside it."""
+    random = np.random.default_rng(size + shift)
+    count = STREAMED_BYTES // size + 1
+    source = random.integers(1, 256, count * (size + 7), np.uint8)
+    here = random.permutation(count).astype(np.int64) * (size + 7)
+    memory = Arena.private(count * (size + LINE) + 2 * LINE).memory
+    there = random.permutation(count).astype(np.int64) * (-(-size // LINE) * LINE) + shift
+    sizes = np.full(count, size, np.int64)
+    wanted = memory.copy()
+    copy_spans_plain(source, wanted, here, there, sizes)
+    copy_spans(source, memory, here, there, sizes)
+    assert np.array_equal(memory, wanted)
 
 
 def test_spans_outside_memory_are_refused() -> None:

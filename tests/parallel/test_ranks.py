@@ -220,8 +220,24 @@ def test_no_bit_of_the_embedded_model_depends_on_ranks(layer_split: bool) -> Non
     assert rows == kept([alone.store])
 
 
-def embedded() -> Model:
-    return load_glm(model_folder("tiny"), PAGE, draft=True, deterministic=True)[0]
+@pytest.mark.parametrize("layer_split", [False, True])
+def test_narrow_rows_and_their_scales_travel_too(layer_split: bool) -> None:
+    """bfloat16 rows, and fp8 index keys with a scale a row."""
+    limits = Limits(draft_tokens=3, chunk_tokens=128)
+    alone = assemble(embedded("bfloat16", "float8"), limits, 512, record_drafts=True)
+    with torch.inference_mode():
+        wanted = turns(alone)
+    model = embedded("bfloat16", "float8")
+    with ranked(model, 2, layer_split=layer_split, limits=limits) as (parts, others):
+        assert turns(parts) == wanted
+        assert kept([parts.store, *others.stores.values()]) == kept([alone.store])
+
+
+def embedded(dtype: str = "float32", index_dtype: str = "same") -> Model:
+    folder = model_folder("tiny")
+    return load_glm(
+        folder, PAGE, dtype=dtype, index_dtype=index_dtype, draft=True, deterministic=True
+    )[0]
 
 
 def turns(parts: Parts) -> dict[str, tuple[object, ...]]:

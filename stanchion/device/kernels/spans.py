@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, cast
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -45,8 +45,11 @@ def span_copy(
             raise Bug("a span has no end")
         if len(at) and (min(at.min(), sizes.min()) < 0 or (at + sizes).max() > len(memory)):
             raise Bug(f"a span outside memory of {len(memory)} bytes")
-    base = destination.ctypes.data if sizes.sum() >= STREAMED_BYTES else 1
-    return partial(_copy_spans, source, destination, base, source_at, destination_at, sizes)
+    if sizes.sum() < STREAMED_BYTES:
+        return partial(_copy_spans, source, destination, source_at, destination_at, sizes)
+    place = destination_at + destination.ctypes.data
+    streams = (place % LINE == 0) & (sizes % LINE == 0)
+    return partial(_stream_spans, source, destination, streams, source_at, destination_at, sizes)
 
 
 def copy_spans_plain(
@@ -111,13 +114,18 @@ _moved, _streamed, _settled = cast(Any, _move), cast(Any, _stream), cast(Any, _s
 
 
 @compiled
-def _copy_spans(source, destination, base, source_at, destination_at, sizes):  # type: ignore[no-untyped-def]
-    """`base` is the destination's address, or 1 for a plain copy."""
+def _copy_spans(source, destination, source_at, destination_at, sizes):  # type: ignore[no-untyped-def]
     for i in range(sizes.size):
-        here, there, size = source_at[i], destination_at[i], sizes[i]
-        if (base + there) % LINE or size % LINE:
-            _moved(source, here, destination, there, size)
+        _moved(source, source_at[i], destination, destination_at[i], sizes[i])
+
+
+@compiled
+def _stream_spans(source, destination, streams, source_at, destination_at, sizes):  # type: ignore[no-untyped-def]
+    """`streams`: the spans of whole lines, to places that are aligned to them."""
+    for i in range(sizes.size):
+        if not streams[i]:
+            _moved(source, source_at[i], destination, destination_at[i], sizes[i])
             continue
-        for at in range(0, size, LINE):
-            _streamed(source, here + at, destination, there + at)
+        for at in range(0, sizes[i], LINE):
+            _streamed(source, source_at[i] + at, destination, destination_at[i] + at)
     _settled()
