@@ -41,10 +41,11 @@ def run_all(title: str, bench: Bench, only: str | None) -> list[Measure]:
     names = [only] if only else list(bench.measures)
     bench.prepare(names)
     measures = []
-    with Progress() as progress:
+    # No thread that draws: it would take the interpreter ten times a second from what is measured.
+    with Progress(auto_refresh=False) as progress:
         task = progress.add_task(title, total=len(names))
         for name in names:
-            progress.update(task, description=name)
+            progress.update(task, description=name, refresh=True)
             measures.append(bench.measures[name]())
             progress.advance(task)
     return measures
