@@ -201,9 +201,12 @@ class Bench:
         return side
 
     def _hit_s(self, side: Side, turn: int) -> float:
-        """Both of a pair have the same turn: other tokens have other experts, and another time."""
+        """Both of a pair have the same turn: other tokens have other experts, and another time.
+        The first new token differs from run to run, so that no tier has what follows it."""
         side.leave_device()
-        return side.first_token_s(self._prompt(turn))
+        prompt = self._prompt(turn)
+        prompt[self.sizes.hit] = side.asked % side.engine.served.vocabulary
+        return side.first_token_s(prompt)
 
     # ---- sessions ---------------------------------------------------------------------------
 
