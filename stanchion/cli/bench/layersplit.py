@@ -43,7 +43,7 @@ PAGE_TOKENS = 16
 RANKS = 2
 CHUNK_TOKENS = 2048
 SHORT, MIDDLE, LONG = 5120, 10240, 15360
-FITS_PREFIX, FITS_NEW = 8192, 2048
+FITS_PREFIX, FITS_NEW = 8192, 2047  # with the position that is redone, one chunk
 
 
 @dataclass(frozen=True)
@@ -263,8 +263,9 @@ class Side:
         return found
 
     def _rows(self, prompt: int, found: int) -> int:
-        """Rows of earlier passes that the prompt's chunks needed."""
-        return sum(range(found, prompt, CHUNK_TOKENS))
+        """Rows of earlier passes that the prompt's chunks needed: the last position that was found
+        is computed again, for its hidden state."""
+        return sum(range(max(found - 1, 0), prompt, CHUNK_TOKENS))
 
     @property
     def found(self) -> float:
