@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from stanchion.cli.bench import engine, handoff, memory, pair, storm, tiers
+from stanchion.cli.bench import engine, handoff, layersplit, memory, pair, storm, tiers
 from stanchion.cli.bench.command import run, run_all
 from stanchion.cli.bench.measure import Measure, interleave, paired, table, upper_bound, write
+from stanchion.cli.bench.waiting import Waiting
 from stanchion.cli.settings import model_folder
 from stanchion.core.errors import ConfigError
 from stanchion.kv.schema import Buffer, Schema
@@ -100,12 +101,12 @@ def test_the_table_has_ratios_of_medians_and_missed_gates_last() -> None:
 
 
 def test_both_benchmarks_can_be_told_one_measure_and_know_their_own() -> None:
-    for name in ("engine", "handoff", "tiers"):
+    for name in ("engine", "handoff", "tiers", "layersplit"):
         with pytest.raises(ConfigError, match="no measure nonsense; there are: "):
             run(name, True, None, "nonsense")
 
 
-@pytest.mark.parametrize("module", [engine, handoff, tiers])
+@pytest.mark.parametrize("module", [engine, handoff, tiers, layersplit])
 def test_quick_measures_what_full_does(module: object) -> None:
     assert type(module.QUICK) is type(module.FULL)  # type: ignore[attr-defined]
 
@@ -235,9 +236,19 @@ def test_each_measure_of_tiers_runs(
     assert measure.note and math.isfinite(measure.result)
 
 
+def test_owners_send_what_passes_need_and_no_more() -> None:
+    """Over real ranks; the count of what is needed does not come from the sender."""
+    bench = layersplit.Bench(model_folder("tiny"), layersplit.Sizes(1, 1, 1, 1))
+    bench.prepare([])
+    with torch.inference_mode():
+        sent, capacity = bench.bytes_sent(), bench.capacity()
+    assert sent.meets(sent.gate) and sent.result >= 1
+    assert capacity.meets(capacity.gate)
+
+
 def test_a_wait_at_a_door_is_measured() -> None:
     """Otherwise `exposed_wait` would be 0 whatever happened."""
-    waiting = tiers.Waiting()
+    waiting = Waiting()
 
     class Slow:
         def finish(self, mark: int) -> None:

@@ -25,14 +25,13 @@ import numpy as np
 
 from stanchion.cli.bench.measure import Measure, interleave
 from stanchion.cli.bench.sides import corpus
+from stanchion.cli.bench.waiting import Waiting
 from stanchion.cli.ranks import Followers
 from stanchion.core.config import Config, load
 from stanchion.core.errors import Bug
 from stanchion.core.messages import Ended, Start, Tokens
 from stanchion.core.outcome import Completed
 from stanchion.core.request import Sampling
-from stanchion.device.cpu import InlineQueue
-from stanchion.device.stream import Mark, Queue
 from stanchion.engine.assemble import Parts, assemble, pages_that_fit
 from stanchion.engine.ranks import Ranked, owners
 from stanchion.engine.scheduler import Limits
@@ -190,17 +189,6 @@ class Bench:
         began = time.perf_counter()
         side.ask(prompt)
         return time.perf_counter() - began
-
-
-class Waiting(InlineQueue):
-    """The engine's thread, with a clock at its doors."""
-
-    seconds = 0.0
-
-    def wait(self, other: Queue, mark: Mark) -> None:
-        began = time.perf_counter()
-        super().wait(other, mark)
-        self.seconds += time.perf_counter() - began
 
 
 @dataclass

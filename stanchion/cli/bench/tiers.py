@@ -23,13 +23,13 @@ from stanchion.cli.bench.hostcopy import Board
 from stanchion.cli.bench.measure import Measure, interleave, paired
 from stanchion.cli.bench.sessions import Session, sessions
 from stanchion.cli.bench.sides import corpus
+from stanchion.cli.bench.waiting import Waiting
 from stanchion.cli.worker import SWITCH_S
 from stanchion.core.errors import Bug, ConfigError
 from stanchion.core.messages import Ended, Start, Tokens
 from stanchion.core.outcome import Completed
 from stanchion.core.request import Sampling
-from stanchion.device.cpu import InlineQueue
-from stanchion.device.stream import Mark, Queue
+from stanchion.device.stream import Queue
 from stanchion.engine.assemble import Parts, assemble
 from stanchion.engine.loop import Engine
 from stanchion.engine.scheduler import Limits
@@ -273,17 +273,6 @@ class Bench:
             interleave(measure, board.load_rate, board.memcpy_rate, self.sizes.copy_repeats)
             measure.note = f"{board.bytes / 2**20:.0f} MiB of scattered pages, layer by layer"
         return measure
-
-
-class Waiting(InlineQueue):
-    """The engine's thread, with a clock at its doors."""
-
-    seconds = 0.0
-
-    def wait(self, other: Queue, mark: Mark) -> None:
-        began = time.perf_counter()
-        super().wait(other, mark)
-        self.seconds += time.perf_counter() - began
 
 
 @dataclass
