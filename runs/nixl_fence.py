@@ -40,12 +40,7 @@ class End:
             [sys.executable, __file__, "--role", role],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={
-                "UCX_TLS": "tcp,self",
-                "UCX_TCP_PUT_ENABLE": "n",
-                "NIXL_LOG_LEVEL": "FATAL",
-                "UCX_LOG_LEVEL": "fatal",
-            }
+            env={"UCX_TLS": "tcp,self", "NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"}
             | os.environ,
         )
 
