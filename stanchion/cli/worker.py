@@ -67,11 +67,13 @@ def _run(plan: WorkerPlan, peer_key: str) -> int:
         check_address(name, address, peer_key)
     config = plan.config
     failpoints = split_failpoints(frozenset(filter(None, config.lab.failpoints.split(","))))
+    if config.parallel.layer_split and plan.role != "both":
+        raise ConfigError(f"parallel.layer_split with role {plan.role}: only workers of both yet")
+    if failpoints.ranks and not config.parallel.layer_split:
+        raise ConfigError(f"the failpoint {min(failpoints.ranks)} wants parallel.layer_split")
     followers = None
     if config.parallel.cp > 1 and plan.role != "decode":
         followers = Followers(config, failpoints.ranks)
-    elif failpoints.ranks:
-        raise ConfigError(f"the failpoint {min(failpoints.ranks)} wants parallel.cp above 1")
     parts, hello = build(plan, failpoints.engine, failpoints.tiers, followers)
     context: zmq.Context[Socket] = zmq.Context()
     socket, address = _bound(context, plan, "w", peer_key)
@@ -191,10 +193,11 @@ def build(
         page_bytes = owners(model.schema, config.parallel.cp).page_bytes(model.schema)
     pages = pages_that_fit(page_bytes, config.kv.memory_gib)
     ranks = None if followers is None else followers.start(pages)
+    kept = model.schema if ranks is None else ranks.schema(model.schema)
     tiers = tier_plan(config, plan.name, model.schema, tier_failpoints)
     parts = assemble(
         model, limits, pages, name, revision, eos_ids, failpoints, config.lab.record_drafts,
-        engine_settings.context_max, arena_for(plan.role, model.schema, pages), config.kv.poison,
+        engine_settings.context_max, arena_for(plan.role, kept, pages), config.kv.poison,
         tiers, ranks, None if followers is None else followers.send,
     )  # fmt: skip
     hello = Hello(

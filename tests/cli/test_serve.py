@@ -300,6 +300,17 @@ def test_a_worker_that_nobody_could_reach_is_refused_at_start() -> None:
         assert message in done.stderr
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_that_hands_over_keeps_all_layers(role: str) -> None:
+    """Only its rank 0 sends, or is written to: with LayerSplit half of the layers would lack."""
+    command = [sys.executable, "-m", "stanchion.cli.main", "worker", "hashed", "--role", role]
+    more = ["--join", "ipc:///tmp/nobody", "--cp", "2", "--layer-split"]
+    done = subprocess.run(
+        [*command, *more], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2 and "only workers of both" in done.stderr
+
+
 def test_settings_that_make_no_sense_are_refused_at_start() -> None:
     for arguments, message in (
         (["--draft-tokens", "9"], "engine.draft_tokens"),
