@@ -61,33 +61,44 @@ class Exchange:
         self._group.broadcast(hidden.view(torch.uint8), Rank(0))
 
 
-class Writing:
+class Picked:
+    """A door, and a view of some of what is behind it."""
+
+    def __init__(
+        self, door: AbstractContextManager[View[Any]], pick: Callable[[Any], Rows]
+    ) -> None:
+        self._door = door
+        self._pick = pick
+        self._view: View[Rows] | None = None
+
+    def __enter__(self) -> View[Rows]:
+        self._view = self._door.__enter__().part(self._pick)
+        return self._view
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        if self._view is not None:
+            self._view.close()
+        self._door.__exit__(kind, *rest)
+
+
+class Writing(Picked):
     """A door for writing; what was written by all ranks is there before it closes."""
 
     def __init__(
         self,
         door: AbstractContextManager[View[Any]],
+        pick: Callable[[Any], Rows],
         then: Callable[[Rows], None],
-        pick: Callable[[Any], Rows] | None = None,
     ) -> None:
-        self._door = door
+        super().__init__(door, pick)
         self._then = then
-        self._pick = pick
-        self._view: View[Rows] | None = None
-
-    def __enter__(self) -> View[Rows]:
-        view = self._door.__enter__()
-        self._view = view if self._pick is None else view.part(self._pick)
-        return self._view
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        assert self._view is not None
         try:
-            if kind is None:
+            if kind is None and self._view is not None:
                 self._then(self._view.rows)
         finally:
-            self._view.close()
-            self._door.__exit__(kind, *rest)
+            super().__exit__(kind, *rest)
 
 
 class Replicated:
@@ -104,7 +115,11 @@ class Replicated:
         return self._inner.reading(layer, door)  # type: ignore[no-any-return]
 
     def writing(self, layer: int, door: Door) -> Passage:
-        return Writing(self._inner.writing(layer, door), self._share)
+        return Writing(self._inner.writing(layer, door), _all, self._share)
 
     def _share(self, buffers: Rows) -> None:
         self._exchange.rows(self._partition, self._rows, buffers)
+
+
+def _all(rows: Rows) -> Rows:
+    return rows

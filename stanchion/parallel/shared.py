@@ -21,7 +21,7 @@ from torch import Tensor
 from stanchion.device.stream import JobQueue, Stream, View
 from stanchion.kv.schema import DOORS, Door, Schema
 from stanchion.kv.store import Store
-from stanchion.parallel.exchange import Exchange, Passage, Rows, Writing
+from stanchion.parallel.exchange import Exchange, Passage, Picked, Rows, Writing
 from stanchion.parallel.group import Group
 from stanchion.parallel.layersplit import Layer, Needed, Owners
 from stanchion.parallel.scratch import SLOTS, ByLayer, Scratch
@@ -93,9 +93,6 @@ class Broadcasts:
         for name in sorted(sent):
             self.group.broadcast(sent[name].view(torch.uint8), owner)
 
-    def close(self) -> None:
-        self.queue.close()
-
 
 class Shared:
     """One pass. `inner` is the rank's own pool; it has rows of the layers that are its own, and
@@ -131,7 +128,7 @@ class Shared:
     def writing(self, layer: int, door: Door) -> Passage:
         slot = self._broadcasts.scratch.slot(layer, door)
         passage = self._compute.writing(slot, self._need.written)
-        return Writing(passage, partial(self._keep, layer, door), partial(_of_layer, layer))
+        return Writing(passage, partial(_of_layer, layer), partial(self._keep, layer, door))
 
     def reading(self, layer: int, door: Door) -> Passage:
         slot = self._broadcasts.scratch.slot(layer, door)
@@ -158,24 +155,15 @@ class Shared:
             self._broadcasts.refill(layer, door, self._need)
 
 
-class Reading:
+class Reading(Picked):
     """A door of scratch. Once it is closed, its slot is the next layer's."""
 
     def __init__(self, door: Any, layer: int, then: Callable[[], None]) -> None:
-        self._door = door
-        self._layer = layer
+        super().__init__(door, partial(_of_layer, layer))
         self._then = then
-        self._view: View[Rows] | None = None
-
-    def __enter__(self) -> View[Rows]:
-        view = self._door.__enter__()
-        self._view = view.part(partial(_of_layer, self._layer))
-        return self._view
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        assert self._view is not None
-        self._view.close()
-        self._door.__exit__(kind, *rest)
+        super().__exit__(kind, *rest)
         if kind is None:
             self._then()
 
