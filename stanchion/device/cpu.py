@@ -43,6 +43,7 @@ class ThreadQueue:
         self._jobs: deque[Job] = deque()
         self._submitted: Mark = 0
         self._done: Mark = 0
+        self._waiting = 0  # who stands still for a mark
         self._broken: BaseException | None = None
         self._closed = False
         # A daemon: when the engine dies of a Bug, its process must not wait for this thread.
@@ -73,7 +74,9 @@ class ThreadQueue:
         if mark > self._submitted:
             raise Bug(f"mark {mark} is of work that was never submitted")
         with self._changed:
+            self._waiting += 1  # before the mark is looked at: see `_work`
             self._changed.wait_for(lambda: self._done >= mark or self._broken or self._closed)
+            self._waiting -= 1
         self._check()
         if self._done < mark:
             raise Bug("a queue was closed while somebody waited for its work")
@@ -81,7 +84,6 @@ class ThreadQueue:
     def close(self) -> None:
         with self._changed:
             self._closed = True
-            self._jobs.clear()
             self._changed.notify_all()
         self._thread.join(CLOSE_S)
 
@@ -90,19 +92,19 @@ class ThreadQueue:
             raise Bug(f"a job of a queue failed: {self._broken!r}") from self._broken
 
     def _work(self) -> None:
-        while True:
+        """Between two jobs as little as can be: who computes meanwhile wants the interpreter."""
+        while not self._closed:
             with self._changed:
                 self._changed.wait_for(lambda: self._jobs or self._closed)
-                if self._closed:
+            while self._jobs and not self._closed:
+                try:
+                    self._jobs.popleft()()
+                except BaseException as error:  # noqa: BLE001  the edge of a thread
+                    with self._changed:
+                        self._broken = error
+                        self._changed.notify_all()
                     return
-                job = self._jobs.popleft()
-            try:
-                job()
-            except BaseException as error:  # noqa: BLE001  the edge of a thread: nobody else hears
-                with self._changed:
-                    self._broken = error
-                    self._changed.notify_all()
-                return
-            with self._changed:
-                self._done += 1
-                self._changed.notify_all()
+                self._done += 1  # this thread's alone; whoever began to wait before looks at it
+                if self._waiting:
+                    with self._changed:
+                        self._changed.notify_all()

@@ -71,11 +71,14 @@ def assemble(
     ready = Ready(pages, schema.target_layers, schema.layers, schema.page_tokens)
     stream = compute_stream(schema, tiers)
     store = Store(schema if ranks is None else ranks.schema(schema), pages, arena)
+    ranked = None
     if ranks is not None and send is not None:
-        model = Ranked(ranks.side(model, store, stream), send)
+        model = ranked = Ranked(ranks.side(model, store, stream), send)
     if poisoned:
         pool.on_free = partial(poison, store, stream)
     runner = Runner(model, store, stream, pool, ready)
+    if ranked is not None:
+        runner.apart = ranked.apart
     served = Served(
         name,
         revision,

@@ -17,17 +17,20 @@ import torch
 from torch import Tensor
 
 from stanchion.core.errors import Bug, ConfigError
+from stanchion.core.request import DRAFT_TOKENS_MAX
 from stanchion.device.stream import JobQueue, Stream
 from stanchion.kv.schema import DOORS, Schema
 from stanchion.kv.store import Leased, Store
-from stanchion.model.text import Cache, Model, Ragged
+from stanchion.model.text import Cache, Found, Model, Ragged, Rows
 from stanchion.parallel.exchange import Exchange, Replicated
 from stanchion.parallel.group import Group
 from stanchion.parallel.layersplit import Owners, needed
 from stanchion.parallel.shared import Broadcasts, Shared
-from stanchion.parallel.split import Partition, Share, Split
+from stanchion.parallel.split import Ints, Partition, Share, Split
+from stanchion.parallel.visit import Visiting
 
 Send = Callable[[bytes], None]
+FEW = DRAFT_TOKENS_MAX + 1  # queries of a request: a verify window's
 
 
 class Pass(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -60,6 +63,7 @@ class Ranks:
     failpoints: frozenset[str] = frozenset()
     slow_s: float = 0.0
     sleep: Callable[[float], None] | None = None
+    few: int = FEW
 
     def schema(self, whole: Schema) -> Schema:
         """What this rank keeps."""
@@ -77,21 +81,21 @@ class Ranks:
                 model.schema, owners(model.schema, self.exchange.size), store, self.broadcast,
                 self.queue, self.failpoints, self.slow_s, self.sleep,
             )  # fmt: skip
-        group = self.exchange
-        return Side(model, exchange, compute, group.rank, group.size, self.split, broadcasts)
+        return Side(model, self.exchange, exchange, compute, self.split, broadcasts, self.few)
 
 
 @dataclass
 class Side:
-    """One rank's way through a pass. `broadcasts` is there under LayerSplit."""
+    """One rank's way through a pass. `broadcasts` is there under LayerSplit. Where no request has
+    more than `few` queries, every rank computes all of them, and no row moves."""
 
     model: Model
+    group: Group
     exchange: Exchange
     compute: Stream
-    rank: int
-    ranks: int
     split: Split = "zigzag"
     broadcasts: Broadcasts | None = None
+    few: int = FEW
 
     def run(self, batch: Ragged, inner: Cache, hidden: Tensor | None) -> Tensor:
         """The hidden states of all queries, on every rank. `hidden` is for the draft layer, and
@@ -103,8 +107,10 @@ class Side:
             layers = range(schema.target_layers, schema.layers)
             hidden = hidden.contiguous()
             self.exchange.from_first(hidden)
-        partition = Partition.of(batch.starts, self.ranks, self.split)
-        share = partition.shares[self.rank]
+        if np.diff(batch.starts).max() <= self.few:
+            return self._visit(batch, inner, hidden)
+        partition = Partition.of(batch.starts, self.group.size, self.split)
+        share = partition.shares[self.group.rank]
         local, cache = self._cache(batch, inner, partition, layers)
         mine = lanes(local, share)
         if not len(share):
@@ -116,6 +122,14 @@ class Side:
         else:
             out = self.model.draft(mine, hidden[torch.from_numpy(share.queries)], cache)
         return self.exchange.hidden(partition, out)
+
+    def _visit(self, batch: Ragged, inner: Cache, hidden: Tensor | None) -> Tensor:
+        cache = inner
+        if self.broadcasts is not None:
+            cache = Visiting(inner, self.group, self.broadcasts.owners)
+        if hidden is None:
+            return self.model.forward(batch, cache)
+        return self.model.draft(batch, hidden, cache)
 
     def _cache(
         self, batch: Ragged, inner: Cache, partition: Partition, layers: range
@@ -138,8 +152,11 @@ class Side:
                 if self.model.schema.behind(layer, door):
                     with cache.writing(layer, door):
                         pass
-                    with cache.reading(layer, door):
-                        pass
+                    cache.ask(layer, door, _nothing)
+
+
+def _nothing(rows: Rows) -> Found:
+    return ()
 
 
 class Ranked:
@@ -162,6 +179,11 @@ class Ranked:
     def draft(self, batch: Ragged, hidden: Tensor, cache: Cache) -> Tensor:
         self._send(encode(batch, draft=True))
         return self._side.run(batch, cache, hidden)
+
+    def apart(self, counts: Ints) -> list[Ints]:
+        """Requests of few queries go by themselves: the others' prefixes move, theirs need not."""
+        few = counts <= self._side.few
+        return [group for group in (np.flatnonzero(few), np.flatnonzero(~few)) if len(group)]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._model.logits(hidden)

@@ -31,7 +31,7 @@ from stanchion.engine.scheduler import Piece
 from stanchion.kv.pages import PagePool, Pin
 from stanchion.kv.ready import Ready
 from stanchion.kv.schema import Door
-from stanchion.kv.store import Leased, Rows, Store
+from stanchion.kv.store import Found, Leased, Read, Rows, Store
 from stanchion.model.text import Model
 
 SCORED_ROWS = 64  # prompt log-probabilities are made from this many rows of logits at a time
@@ -39,6 +39,13 @@ SCORED_ROWS = 64  # prompt log-probabilities are made from this many rows of log
 
 # What hears, layer by layer, up to which row each request's prompt is in place.
 OnRows = Callable[[int, Sequence[tuple[Request, int]]], None]
+
+# By how many queries each request has: which of them go through a pass of their own.
+Apart = Callable[[Ints], Sequence[Ints]]
+
+
+def _all_together(counts: Ints) -> Sequence[Ints]:
+    return [np.arange(len(counts))]
 
 
 class Marking:
@@ -53,8 +60,8 @@ class Marking:
         self._written = written
         self._then = then
 
-    def reading(self, layer: int, door: Door) -> AbstractContextManager[View[Rows]]:
-        return self._leased.reading(layer, door)
+    def ask(self, layer: int, door: Door, read: Read) -> Found:
+        return self._leased.ask(layer, door, read)
 
     def writing(self, layer: int, door: Door) -> AbstractContextManager[View[Rows]]:
         entered = self._leased.writing(layer, door)
@@ -96,6 +103,7 @@ class Runner:
         self._pool = pool
         self._ready = ready
         self.on_rows: OnRows | None = None
+        self.apart: Apart = _all_together
 
     def launch(self, pieces: Sequence[Piece], pins: list[Pin]) -> Arrived:
         flight = _Flight(self, pieces, pins)
@@ -154,15 +162,30 @@ class _Flight:
             states[id(one)] = Ahead(hidden[at : at + 1], logits[at : at + 1])
 
     def target(self) -> Tensor:
-        tables = self._tables(self.landed)
-        tokens = np.concatenate([_input(one) for one in self.landed])
-        firsts = np.array([one.piece.first for one in self.landed], np.int64)
         counts = np.array([one.piece.count for one in self.landed], np.int64)
-        redone = np.array([one.piece.redone for one in self.landed], np.int64)
+        return self._passes(counts, lambda group: self._target([self.landed[at] for at in group]))
+
+    def _target(self, lanes: Sequence[Landed]) -> Tensor:
+        tables = self._tables(lanes)
+        tokens = np.concatenate([_input(one) for one in lanes])
+        firsts = np.array([one.piece.first for one in lanes], np.int64)
+        counts = np.array([one.piece.count for one in lanes], np.int64)
+        redone = np.array([one.piece.redone for one in lanes], np.int64)
         batch = tables.ragged(tokens, firsts, counts, redone)
-        ends = [(one.piece.request, one.piece.first + one.piece.count) for one in self.landed]
+        ends = [(one.piece.request, one.piece.first + one.piece.count) for one in lanes]
         cache = self._mark(tables, firsts + redone, counts - redone, ends)
         return self._model.forward(batch, cache)
+
+    def _passes(self, counts: Ints, run: Callable[[Ints], Tensor]) -> Tensor:
+        """The hidden states of all queries in order, of one pass or of several."""
+        groups = self._runner.apart(counts)
+        if len(groups) == 1:
+            return run(groups[0])
+        hidden = self._model.no_hidden(int(counts.sum()))
+        owner = np.repeat(np.arange(len(counts)), counts)
+        for group in groups:
+            hidden[torch.from_numpy(np.isin(owner, group))] = run(group)
+        return hidden
 
     def judge(self, hidden: Tensor) -> None:
         """Check that rows are finite, score prompts, and let each window choose its tokens."""
@@ -262,11 +285,19 @@ class _Flight:
         counts: list[int],
         before: Tensor,
     ) -> None:
-        tables = self._tables(lanes)
         begins, sizes = np.array(firsts, np.int64), np.array(counts, np.int64)
-        batch = tables.ragged(tokens.astype(np.int64), begins, sizes)
-        upto = [(one.piece.request, int(end)) for one, end in zip(lanes, begins + sizes)]
-        hidden = self._model.draft(batch, before, self._mark(tables, begins, sizes, upto))
+        owner = np.repeat(np.arange(len(lanes)), sizes)
+
+        def run(group: Ints) -> Tensor:
+            some = [lanes[at] for at in group]
+            mine, tables = np.isin(owner, group), self._tables(some)
+            first, count = begins[group], sizes[group]
+            batch = tables.ragged(tokens[mine].astype(np.int64), first, count)
+            upto = [(one.piece.request, int(end)) for one, end in zip(some, first + count)]
+            cache = self._mark(tables, first, count, upto)
+            return self._model.draft(batch, before[torch.from_numpy(mine)], cache)
+
+        hidden = self._passes(sizes, run)
         sound = _finite(hidden)
         ends = np.cumsum(sizes) - 1
         fit = np.array([sound[end + 1 - size : end + 1].all() for end, size in zip(ends, sizes)])

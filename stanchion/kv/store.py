@@ -8,10 +8,12 @@ All tensors are views of one arena, laid out by `layout`: peers write into it wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stanchion.core.errors import Bug
@@ -21,7 +23,9 @@ from stanchion.kv.layout import Layout
 from stanchion.kv.pages import Pin
 from stanchion.kv.schema import DOORS, Buffer, Door, Schema
 
-Rows = Mapping[str, Tensor]
+Rows = Mapping[str, Tensor]  # buffer name -> the whole pool's rows (pages * page_tokens, width)
+Found = tuple[NDArray[Any], ...]
+Read = Callable[[Rows], Found]
 NULL_PAGE = 0
 
 
@@ -68,6 +72,10 @@ class Leased:
     def writing(self, layer: int, door: Door) -> AbstractContextManager[View[Rows]]:
         self._check()
         return self._stream.writing(self._store.behind(layer, door), self._write)
+
+    def ask(self, layer: int, door: Door, read: Read) -> Found:
+        with self.reading(layer, door) as view:
+            return read(view.rows)
 
     def _check(self) -> None:
         for pin in self._pins:

@@ -26,7 +26,7 @@ from stanchion.device.kernels.rows import index_rows, latent_rows, rope_heads
 from stanchion.device.kernels.sparse_attention import sparse_attention
 from stanchion.kv.schema import Buffer, Schema
 from stanchion.model.config import GlmConfig
-from stanchion.model.text import Cache, Ragged, Rows
+from stanchion.model.text import Cache, Found, Ragged, Rows
 from stanchion.model.weights import DTYPES, Tensors, check_tensors
 
 LATENT_EPSILON = 1e-6  # of q_a_layernorm and kv_a_layernorm, whatever rms_norm_eps is
@@ -194,27 +194,25 @@ class Glm5:
         weights_at = key_at + config.index_head_dim
         queries_at = config.num_attention_heads * config.qk_head_dim
         with step.cache.writing(layer.number, "index") as view:
-            pool = view.rows["index_key"]  # (pool rows, index width)
-            direct = pool.dtype is torch.float32
-            keys = pool.numpy() if direct else _fresh(mixed, pool)
-            rows = step.rows if direct else np.arange(len(mixed))
-            gain, bias = indexer.key_gain, indexer.key_bias
-            index_rows(mixed, key_at, gain, bias, step.angles, keys, rows)
-            if not direct:
-                _keep_index(view.rows, step.rows, keys)
-        with step.cache.reading(layer.number, "index") as view:
-            return select(
+            if view.rows:
+                _write_index(view.rows, mixed, key_at, indexer, step)
+
+        def read(rows: Rows) -> Found:
+            found = select(
                 queries,
                 queries_at,
                 config.index_n_heads,
                 mixed,
                 weights_at,
                 step.angles,
-                view.rows["index_key"],
-                view.rows.get("index_scale"),
+                rows["index_key"],
+                rows.get("index_scale"),
                 step.context,
                 config.index_topk,
             )
+            return found.positions, found.counts
+
+        return Selection(*step.cache.ask(layer.number, "index", read))
 
     def _attend(
         self, layer: Layer, mixed: Floats, queries: Floats, step: Step, selection: Selection
@@ -224,23 +222,20 @@ class Glm5:
         count, heads, latent = len(mixed), config.num_attention_heads, config.kv_lora_rank
         nope, each = config.qk_nope_head_dim, config.qk_head_dim
         with step.cache.writing(layer.number, "attend") as view:
-            pool = view.rows["latent_rope"]  # (pool rows, latent + rope)
-            direct = pool.dtype is torch.float32
-            kept = pool.numpy() if direct else _fresh(mixed, pool)
-            rows = step.rows if direct else np.arange(count)
-            at, gain = config.q_lora_rank, layer.latent_gain
-            latent_rows(mixed, at, gain, LATENT_EPSILON, step.angles, kept, rows)
-            if not direct:
-                pool[torch.from_numpy(step.rows)] = torch.from_numpy(kept).to(pool.dtype)
+            if view.rows:
+                _write_latents(view.rows, mixed, config.q_lora_rank, layer.latent_gain, step)
         asking: Floats = np.empty((count, heads, latent + each - nope), np.float32)
         linear_heads(
             queries, heads, 0, each, layer.absorb, asking
         )  # [:, :, :latent] = nope @ key half of kv_b
         rope_heads(queries, nope, each, step.angles, asking, latent)  # [:, :, latent:]
-        with step.cache.reading(layer.number, "attend") as view:
-            pool = view.rows["latent_rope"]
-            scale = each**-0.5
-            found = sparse_attention(asking, pool, step.context, selection, latent, scale)
+        scale = each**-0.5
+
+        def read(rows: Rows) -> Found:
+            pool = rows["latent_rope"]
+            return (sparse_attention(asking, pool, step.context, selection, latent, scale),)
+
+        (found,) = step.cache.ask(layer.number, "attend", read)
         values: Floats = np.empty((count, heads, config.v_head_dim), np.float32)
         flat = found.reshape(count, heads * latent)
         linear_heads(flat, heads, 0, latent, layer.expand, values)
@@ -393,6 +388,26 @@ def _joined(parts: list[Tensor]) -> Packed:
 def _rows(hidden: Tensor) -> Floats:
     rows: Floats = hidden.float().contiguous().numpy()
     return rows
+
+
+def _write_index(into: Rows, mixed: Floats, at: int, indexer: Indexer, step: Step) -> None:
+    pool = into["index_key"]  # (pool rows, index width)
+    direct = pool.dtype is torch.float32
+    keys = pool.numpy() if direct else _fresh(mixed, pool)
+    rows = step.rows if direct else np.arange(len(mixed))
+    index_rows(mixed, at, indexer.key_gain, indexer.key_bias, step.angles, keys, rows)
+    if not direct:
+        _keep_index(into, step.rows, keys)
+
+
+def _write_latents(into: Rows, mixed: Floats, at: int, gain: Floats, step: Step) -> None:
+    pool = into["latent_rope"]  # (pool rows, latent + rope)
+    direct = pool.dtype is torch.float32
+    kept = pool.numpy() if direct else _fresh(mixed, pool)
+    rows = step.rows if direct else np.arange(len(mixed))
+    latent_rows(mixed, at, gain, LATENT_EPSILON, step.angles, kept, rows)
+    if not direct:
+        pool[torch.from_numpy(step.rows)] = torch.from_numpy(kept).to(pool.dtype)
 
 
 def _fresh(mixed: Floats, pool: Tensor) -> Floats:

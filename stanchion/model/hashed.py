@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stanchion.kv.schema import Buffer, Door, Schema
-from stanchion.model.text import Cache, Ragged
+from stanchion.model.text import Cache, Found, Ragged, Rows
 
 VOCABULARY = 272  # 256 bytes, then special tokens as in gateway/tokens.py
 END_TOKEN = 256
@@ -105,27 +105,36 @@ class HashModel:
     ) -> tuple[Words, Selection]:
         if layer != SHARED_LAYER or selection is None:
             selection = self._select(layer, hashes, batch, cache)
+        chosen = selection
         with cache.writing(layer, "attend") as view:
-            _write(view.rows["latent"].numpy(), hashes, batch, layer, _LATENT)
-            _write(view.rows["rope"].numpy(), hashes, batch, layer, _ROPE)
-        with cache.reading(layer, "attend") as view:
-            latent, rope = (view.rows[name].numpy().view(np.uint64) for name in ("latent", "rope"))
+            if view.rows:
+                _write(view.rows["latent"].numpy(), hashes, batch, layer, _LATENT)
+                _write(view.rows["rope"].numpy(), hashes, batch, layer, _ROPE)
+
+        def attend(rows: Rows) -> Found:
+            latent, rope = (rows[name].numpy().view(np.uint64) for name in ("latent", "rope"))
             read = _attend(
                 latent[:, 0], rope[:, 0], batch.positions, batch.starts, batch.tables,
-                batch.table_starts, cache.page_tokens, selection.counts, selection.chosen,
+                batch.table_starts, cache.page_tokens, chosen.counts, chosen.chosen,
             )  # fmt: skip
+            return (read,)
+
+        (read,) = cache.ask(layer, "attend", attend)
         return _join(_join(hashes, selection.digest), read), selection
 
     def _select(self, layer: int, hashes: Words, batch: Ragged, cache: Cache) -> Selection:
         with cache.writing(layer, "index") as view:
-            _write(view.rows["index_key"].numpy(), hashes, batch, layer, _INDEX)
-        with cache.reading(layer, "index") as view:
-            keys = view.rows["index_key"].numpy().view(np.uint64)
-            found = _index(
+            if view.rows:
+                _write(view.rows["index_key"].numpy(), hashes, batch, layer, _INDEX)
+
+        def select(rows: Rows) -> Found:
+            keys = rows["index_key"].numpy().view(np.uint64)
+            return _index(
                 keys[:, 0], hashes, batch.positions, batch.starts, batch.tables,
                 batch.table_starts, cache.page_tokens, self.top_k,
             )  # fmt: skip
-            return Selection(*found)
+
+        return Selection(*cache.ask(layer, "index", select))
 
 
 def _hidden(hashes: Words, tokens: Ints) -> Tensor:

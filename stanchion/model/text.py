@@ -6,7 +6,6 @@ Slot p of the draft layer holds f(token p, target hidden of p - 1), slot 0 with 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,8 +16,9 @@ from torch import Tensor
 
 from stanchion.device.stream import View
 from stanchion.kv.schema import Door, Schema
+from stanchion.kv.store import Found, Read, Rows
 
-Rows = Mapping[str, Tensor]  # buffer name -> the whole pool's rows (pages * page_tokens, width)
+__all__ = ["Cache", "Found", "Model", "Ragged", "Read", "Rows"]
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,13 @@ class Cache(Protocol):
 
     page_tokens: int
 
-    def reading(self, layer: int, door: Door) -> AbstractContextManager[View[Rows]]: ...
-    def writing(self, layer: int, door: Door) -> AbstractContextManager[View[Rows]]: ...
+    def writing(self, layer: int, door: Door) -> AbstractContextManager[View[Rows]]:
+        """The view has no rows where another rank keeps the layer: then it writes them."""
+        ...
+
+    def ask(self, layer: int, door: Door, read: Read) -> Found:
+        """What `read` finds in a layer's rows. It runs where they are, which may be elsewhere."""
+        ...
 
 
 class Model(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from stanchion.device.stream import View
 from stanchion.kv.schema import Door
+from stanchion.kv.store import Found, Read, Rows
 from stanchion.parallel.group import Group
 from stanchion.parallel.split import Ints, Partition, Rank
 
-Rows = Mapping[str, Tensor]
 Passage = AbstractContextManager[View[Rows]]
 
 
@@ -111,11 +111,11 @@ class Replicated:
         self._partition = partition
         self._rows = rows
 
-    def reading(self, layer: int, door: Door) -> Passage:
-        return self._inner.reading(layer, door)  # type: ignore[no-any-return]
-
     def writing(self, layer: int, door: Door) -> Passage:
         return Writing(self._inner.writing(layer, door), _all, self._share)
+
+    def ask(self, layer: int, door: Door, read: Read) -> Found:
+        return self._inner.ask(layer, door, read)  # type: ignore[no-any-return]
 
     def _share(self, buffers: Rows) -> None:
         self._exchange.rows(self._partition, self._rows, buffers)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from stanchion.device.stream import JobQueue, Stream, View
 from stanchion.kv.schema import DOORS, Door, Schema
-from stanchion.kv.store import Store
-from stanchion.parallel.exchange import Exchange, Passage, Picked, Rows, Writing
+from stanchion.kv.store import Found, Read, Rows, Store
+from stanchion.parallel.exchange import Exchange, Passage, Picked, Writing
 from stanchion.parallel.group import Group
 from stanchion.parallel.layersplit import Layer, Needed, Owners
 from stanchion.parallel.scratch import SLOTS, ByLayer, Scratch
@@ -130,7 +130,11 @@ class Shared:
         passage = self._compute.writing(slot, self._need.written)
         return Writing(passage, partial(_of_layer, layer), partial(self._keep, layer, door))
 
-    def reading(self, layer: int, door: Door) -> Passage:
+    def ask(self, layer: int, door: Door, read: Read) -> Found:
+        with self._reading(layer, door) as view:
+            return read(view.rows)
+
+    def _reading(self, layer: int, door: Door) -> Passage:
         slot = self._broadcasts.scratch.slot(layer, door)
         passage = self._compute.reading(slot, self._need.every)
         place = self._orders[door].index(layer)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from stanchion.device.cpu import InlineQueue, ThreadQueue
 from stanchion.device.stream import Stream
 from stanchion.engine.assemble import Parts, assemble
-from stanchion.engine.ranks import Ranks, follow
+from stanchion.engine.ranks import FEW, Ranks, follow
 from stanchion.engine.scheduler import Limits
 from stanchion.kv.store import Store
 from stanchion.model.hashed import END_TOKEN
@@ -63,6 +63,7 @@ def ranked(
     pages: int = 512,
     failpoints: tuple[str, ...] = (),
     slow_s: float = 0.0,
+    few: int = FEW,
 ) -> Iterator[tuple[Parts, Followers]]:
     meeting = dist.HashStore()
     queues: list[ThreadQueue] = []
@@ -70,11 +71,13 @@ def ranked(
     def ranks(rank: int) -> Ranks:
         exchange = GlooGroup("exchange", Rank(rank), count, meeting, TIMEOUT_S)
         if not layer_split:
-            return Ranks(exchange, split)
+            return Ranks(exchange, split, few=few)
         broadcast = GlooGroup("broadcast", Rank(rank), count, meeting, TIMEOUT_S)
         queue = ThreadQueue(f"broadcast {rank}")
         queues.append(queue)
-        return Ranks(exchange, split, broadcast, queue, frozenset(failpoints), slow_s, time.sleep)
+        return Ranks(
+            exchange, split, broadcast, queue, frozenset(failpoints), slow_s, time.sleep, few
+        )
 
     followers = Followers(model, pages)
     followers.inboxes = [SimpleQueue() for _ in range(1, count)]

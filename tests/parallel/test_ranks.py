@@ -15,6 +15,7 @@ from stanchion.cli.settings import model_folder
 from stanchion.core.messages import Start
 from stanchion.core.request import Sampling
 from stanchion.engine.assemble import Parts, assemble
+from stanchion.engine.ranks import FEW
 from stanchion.engine.scheduler import Limits
 from stanchion.model.hashed import END_TOKEN, HashModel
 from stanchion.model.load import load_glm
@@ -34,6 +35,7 @@ class Case:
     split: Split
     layer_split: bool
     top_k: int | None
+    few: int = FEW  # 0: no pass is computed by every rank
 
 
 def lengths(ranks: int) -> list[int]:
@@ -87,10 +89,9 @@ def check(case: Case) -> None:
     alone = assemble(hash_model(case), LIMITS, 512, eos_ids=(END_TOKEN,), record_drafts=True)
     with torch.inference_mode():
         wanted = answers(alone, case)
-    with ranked(hash_model(case), case.ranks, case.split, case.layer_split, LIMITS) as (
-        parts,
-        others,
-    ):
+    with ranked(
+        hash_model(case), case.ranks, case.split, case.layer_split, LIMITS, few=case.few
+    ) as (parts, others):
         assert answers(parts, case) == wanted
         stores = [parts.store, *(others.stores[rank] for rank in sorted(others.stores))]
         rows = kept(stores)
@@ -106,17 +107,17 @@ def hash_model(case: Case) -> Model:
 
 
 EVERY = [
-    Case(ranks, split, layer_split, top_k)
-    for ranks, split, layer_split, top_k in itertools.product(
-        (1, 2, 3, 4), SPLITS, (False, True), (None, 24)
+    Case(ranks, split, layer_split, top_k, few)
+    for ranks, split, layer_split, top_k, few in itertools.product(
+        (1, 2, 3, 4), SPLITS, (False, True), (None, 24), (0, FEW)
     )
 ]
 SOME = [
     Case(2, "zigzag", True, 24),
-    Case(2, "interleaved", False, None),
-    Case(3, "contiguous", True, None),
+    Case(2, "interleaved", False, None, 0),
+    Case(3, "contiguous", True, None, 0),
     Case(4, "zigzag", False, 24),
-    Case(4, "interleaved", True, 24),
+    Case(4, "interleaved", True, 24, 0),
     Case(1, "zigzag", True, None),
 ]
 

@@ -67,7 +67,7 @@ class Sizes:
         return 2 * self.prompt // PAGE_TOKENS
 
 
-FULL = Sizes(8192, 9, 61, 8, 6, 5, 24, 1024, 25)
+FULL = Sizes(8192, 9, 121, 8, 6, 5, 24, 1024, 25)
 QUICK = Sizes(8192, 2, 2, 8, 3, 1, 2, 1024, 5)
 
 
