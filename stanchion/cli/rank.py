@@ -4,41 +4,53 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import sys
+import threading
 import time
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from queue import Queue
 
 import msgspec
 import torch
 import torch.distributed as dist
 from msgspec import Struct
 
+from stanchion.cli.settings import SWITCH_S
+from stanchion.cli.tiers import tier_plan
 from stanchion.core.config import Config
 from stanchion.core.errors import ServeError
-from stanchion.device.cpu import InlineQueue, ThreadQueue
-from stanchion.device.stream import Stream
-from stanchion.engine.ranks import Ranks, follow
+from stanchion.device.cpu import ThreadQueue
+from stanchion.disagg.assemble import lane_of
+from stanchion.engine.follower import Follower, Item, Over, Rang
+from stanchion.engine.orders import Report
+from stanchion.engine.orders import encode as encode_report
+from stanchion.engine.ranks import Ranks, owners
+from stanchion.engine.tierplan import compute_stream, copier_of, host_arena
 from stanchion.kv.store import Store
 from stanchion.parallel.group import GlooGroup, RankLost
 from stanchion.parallel.split import Rank
 
 TIMEOUT_S = 300.0  # of a collective. A worker that hangs is killed much sooner, by who watches it
 PR_SET_PDEATHSIG = 1
+ORDERS_MAX = 4096  # many times more than rank 0 says between two layers of a pass
 
 
 class RankPlan(Struct, frozen=True, kw_only=True):
-    """`meeting` is a file by which the ranks find each other, `orders` the descriptor on which
-    rank 0 says its passes, `parent` its process, `failpoints` those of ranks."""
+    """`meeting` is a file by which the ranks find each other, `orders` and `reports` the
+    descriptors of what rank 0 says and hears, `parent` its process, `failpoints` those of ranks.
+    `sends`: it writes its layers to decode workers."""
 
     rank: int
     pages: int
     meeting: str
     orders: int
+    reports: int
     parent: int
     config: Config
     failpoints: list[str]
+    sends: bool
 
 
 encode = msgspec.json.encode
@@ -76,18 +88,82 @@ def run(plan: RankPlan) -> int:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's; rank 0 says when it is over
     die_with(plan.parent)
-    torch.set_num_threads(plan.config.engine.threads)
+    config = plan.config
+    torch.set_num_threads(config.engine.threads)
     try:
-        model, *_ = load_model(plan.config)
-        ranks = meet(plan.rank, plan.config, plan.meeting, frozenset(plan.failpoints))
+        model, *_ = load_model(config)
+        page_bytes = model.schema.page_bytes
+        if config.parallel.layer_split:
+            page_bytes = owners(model.schema, config.parallel.cp).page_bytes(model.schema)
+        tiers = tier_plan(config, f"rank {plan.rank}", model.schema, page_bytes)
+        ranks = meet(plan.rank, config, plan.meeting, frozenset(plan.failpoints))
         store = Store(ranks.schema(model.schema), plan.pages)
-        side = ranks.side(model, store, Stream("compute", InlineQueue()))
+        side = ranks.side(model, store, compute_stream(model.schema, tiers))
+        lane, bell = None, None
+        if plan.sends:
+            cluster = config.cluster
+            lane, bell = lane_of(store, cluster.transport, config.lab.slow_transfer_ms)
+        if tiers is not None or plan.sends:
+            sys.setswitchinterval(SWITCH_S)
+        copier = None
+        if tiers is not None:
+            copier = copier_of(tiers, store, host_arena(tiers, store.schema))
+        inbox, reports = Inbox(plan.orders, bell), Reports(plan.reports)
         with torch.inference_mode():
-            follow(side, store, _orders(plan.orders))
+            Follower(side, store, inbox, reports.say, copier, lane).run()
     except (ServeError, RankLost) as error:
         print(f"stanchion: rank {plan.rank}: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+class Inbox:
+    """A thread reads what rank 0 says: so rank 0, amid a pass, never stands still for a rank that
+    waits for it in that pass. One that is far behind does slow it down. `bell` is readable when a
+    write of ours has ended."""
+
+    def __init__(self, orders: int, bell: int | None) -> None:
+        self._items: Queue[Item] = Queue(ORDERS_MAX)
+        args = (Connection(orders, writable=False), bell)
+        threading.Thread(target=self._read, args=args, name="orders", daemon=True).start()
+
+    def take(self) -> Item:
+        return self._items.get()
+
+    def at_hand(self) -> list[Item]:
+        return [self._items.get() for _ in range(self._items.qsize())]
+
+    def _read(self, orders: Connection, bell: int | None) -> None:
+        with orders, select.epoll() as poll:
+            poll.register(orders, select.EPOLLIN)
+            if bell is not None:
+                poll.register(bell, select.EPOLLIN | select.EPOLLET)  # once for each ring
+            while True:
+                for descriptor, _ in poll.poll():
+                    if descriptor == bell:
+                        self._items.put(Rang())
+                        continue
+                    try:
+                        self._items.put(orders.recv_bytes())
+                    except EOFError:
+                        self._items.put(Over())
+                        return
+
+
+class Reports:
+    """What threads of this process say, whole and in order."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._pipe = Connection(descriptor, readable=False)
+        self._lock = threading.Lock()
+
+    def say(self, report: Report) -> None:
+        frame = encode_report(report)
+        with self._lock:
+            try:
+                self._pipe.send_bytes(frame)
+            except OSError:  # rank 0 has ended, and this process is about to
+                return
 
 
 def die_with(parent: int) -> None:
@@ -98,15 +174,6 @@ def die_with(parent: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:
         sys.exit(1)  # it had ended before
-
-
-def _orders(descriptor: int) -> Iterator[bytes]:
-    with Connection(descriptor, writable=False) as orders:
-        while True:
-            try:
-                yield orders.recv_bytes()
-            except EOFError:
-                return
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import select
@@ -9,8 +10,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 
 from stanchion.cli.rank import RankPlan, encode, meet
 from stanchion.core.config import Config
@@ -18,16 +20,22 @@ from stanchion.engine.ranks import Ranks
 from stanchion.parallel.group import RankLost
 
 STOP_S = 5.0
+REPORTS_BYTES = 2**20  # what a rank may say while rank 0 is deep in a pass
 
 
 @dataclass
 class Followers:
-    """Ranks 1 and up. They hold KV that is nobody else's: one that ends takes the worker along."""
+    """Ranks 1 and up. They hold KV that is nobody else's: one that ends takes the worker along.
+
+    `sends`: they write their layers to decode workers.
+    """
 
     config: Config
     failpoints: frozenset[str]
+    sends: bool = False
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
-    orders: list[Connection] = field(default_factory=list)
+    orders: dict[int, Connection] = field(default_factory=dict)
+    reports: dict[int, Connection] = field(default_factory=dict)
     closing: bool = False
 
     def start(self, pages: int) -> Ranks:
@@ -39,16 +47,45 @@ class Followers:
             threading.Thread(target=self._watch, name="ranks", daemon=True).start()
             return meet(0, self.config, meeting, self.failpoints)
 
-    def send(self, order: bytes) -> None:
-        for one in self.orders:
-            try:
-                one.send_bytes(order)
-            except OSError as error:
-                raise RankLost(f"a rank of this worker hears no more: {error}") from error
+    # ---- see engine/others ------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return list(self.orders)
+
+    def send(self, rank: int, order: bytes) -> None:
+        try:
+            self.orders[rank].send_bytes(order)
+        except OSError as error:
+            raise RankLost(f"rank {rank} hears no more: {error}") from error
+
+    def heard(self) -> list[tuple[int, bytes]]:
+        said = []
+        for rank, reports in self.reports.items():
+            while reports.poll():
+                try:
+                    said.append((rank, reports.recv_bytes()))
+                except EOFError as error:
+                    raise RankLost(f"rank {rank} says no more") from error
+        return said
+
+    def wait(self) -> None:
+        wait(list(self.reports.values()))
+
+    # ---- processes --------------------------------------------------------------------------
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(one.pid for one in self.processes.values())
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Each is readable when a rank has something to report."""
+        return [one.fileno() for one in self.reports.values()]
 
     def close(self) -> None:
         self.closing = True
-        for one in self.orders:
+        for one in self.orders.values():
             one.close()
         for process in self.processes.values():
             try:
@@ -56,22 +93,29 @@ class Followers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        for reports in self.reports.values():
+            reports.close()
 
     def _spawn(self, rank: int, pages: int, meeting: str) -> None:
-        theirs, ours = multiprocessing.Pipe(duplex=False)
-        with theirs:
+        orders, ours = multiprocessing.Pipe(duplex=False)
+        back, reports = multiprocessing.Pipe(duplex=False)
+        fcntl.fcntl(reports.fileno(), fcntl.F_SETPIPE_SZ, REPORTS_BYTES)
+        with orders, reports:
             plan = RankPlan(
                 rank=rank,
                 pages=pages,
                 meeting=meeting,
-                orders=theirs.fileno(),
+                orders=orders.fileno(),
+                reports=reports.fileno(),
                 parent=os.getpid(),
                 config=self.config,
                 failpoints=sorted(self.failpoints),
+                sends=self.sends,
             )
             command = [sys.executable, "-m", "stanchion.cli.rank", encode(plan).decode()]
-            self.processes[rank] = subprocess.Popen(command, pass_fds=[theirs.fileno()])
-        self.orders.append(ours)
+            given = [orders.fileno(), reports.fileno()]
+            self.processes[rank] = subprocess.Popen(command, pass_fds=given)
+        self.orders[rank], self.reports[rank] = ours, back
 
     def _watch(self) -> None:
         """Until one ends. Rank 0 may be deep in a collective then, where nothing reaches it but the

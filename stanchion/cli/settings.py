@@ -7,6 +7,8 @@ from pathlib import Path
 from stanchion.core.config import Config, load
 from stanchion.core.errors import ConfigError
 
+SWITCH_S = 0.0005  # threads that move KV want the interpreter once a copy: they must not wait long
+
 
 def read_config(file: str | None, sets: list[str]) -> Config:
     """Defaults, then the TOML file, then every name=value of `sets`. Raise ConfigError."""

@@ -6,22 +6,22 @@ from pathlib import Path
 
 from stanchion.core.config import Config, disk_cache, removed_door, slow_load
 from stanchion.core.errors import ConfigError
+from stanchion.disagg.assemble import split_failpoints
 from stanchion.engine.tierplan import Place, TierPlan
 from stanchion.kv.schema import Schema
 
 
-def tier_plan(
-    config: Config, worker: str, schema: Schema, failpoints: frozenset[str]
-) -> TierPlan | None:
-    """None where no host cache is asked for. Raise ConfigError for one that holds no page."""
-    kv = config.kv
+def tier_plan(config: Config, worker: str, schema: Schema, page_bytes: int) -> TierPlan | None:
+    """None where no host cache is asked for. `page_bytes` are those of a page on the rank that
+    keeps most of it. Raise ConfigError for a cache that holds no page."""
+    kv, failpoints = config.kv, split_failpoints(config.lab.failpoints).tiers
     if not kv.host_cache_gib:
         if failpoints:
             raise ConfigError(f"the failpoint {min(failpoints)} wants kv.host_cache_gib")
         return None
-    slots = int(kv.host_cache_gib * 2**30) // schema.page_bytes
+    slots = int(kv.host_cache_gib * 2**30) // page_bytes
     if slots < 1:
-        least = schema.page_bytes / 2**30
+        least = page_bytes / 2**30
         raise ConfigError(f"kv.host_cache_gib is {kv.host_cache_gib}; a page needs {least:.6f}")
     disk = disk_cache(kv.disk_cache)
     if disk is not None and (worker == ".." or Path(worker).name != worker):

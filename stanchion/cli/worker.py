@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 
 import msgspec
@@ -15,7 +16,7 @@ import zmq
 from stanchion.cli import plan as plans
 from stanchion.cli.plan import WorkerPlan
 from stanchion.cli.ranks import Followers
-from stanchion.cli.settings import model_folder
+from stanchion.cli.settings import SWITCH_S, model_folder
 from stanchion.cli.tiers import tier_plan
 from stanchion.core.config import Config
 from stanchion.core.errors import ConfigError, ServeError
@@ -36,6 +37,7 @@ from stanchion.disagg.peer import Times
 from stanchion.disagg.worker import Joining, Side, Worker, serve
 from stanchion.engine.assemble import Parts, assemble, pages_that_fit
 from stanchion.engine.loop import Engine
+from stanchion.engine.others import Others
 from stanchion.engine.ranks import owners
 from stanchion.engine.scheduler import Limits
 from stanchion.model.hashed import HashModel
@@ -44,7 +46,6 @@ from stanchion.parallel.group import RankLost
 
 FRAME_BYTES_MAX = 256 * 2**20
 WARM_TOKENS = 48
-SWITCH_S = 0.0005
 
 
 def run(plan: WorkerPlan, peer_key: str = "") -> int:
@@ -66,42 +67,28 @@ def _run(plan: WorkerPlan, peer_key: str) -> int:
     for name, address in (("join", plan.join), ("listen", plan.listen)):
         check_address(name, address, peer_key)
     config = plan.config
-    failpoints = split_failpoints(frozenset(filter(None, config.lab.failpoints.split(","))))
-    if config.parallel.layer_split and plan.role != "both":
-        raise ConfigError(f"parallel.layer_split with role {plan.role}: only workers of both yet")
+    failpoints = split_failpoints(config.lab.failpoints)
+    layer_split = config.parallel.layer_split and plan.role != "decode"
     if failpoints.ranks and not config.parallel.layer_split:
         raise ConfigError(f"the failpoint {min(failpoints.ranks)} wants parallel.layer_split")
     followers = None
     if config.parallel.cp > 1 and plan.role != "decode":
-        followers = Followers(config, failpoints.ranks)
-    parts, hello = build(plan, failpoints.engine, failpoints.tiers, followers)
+        sends = layer_split and plan.role == "prefill"
+        followers = Followers(config, failpoints.ranks, sends)
+    parts, hello = build(plan, failpoints.engine, followers)
     context: zmq.Context[Socket] = zmq.Context()
     socket, address = _bound(context, plan, "w", peer_key)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a gateway that is gone is to be noticed
-    post = Post(
-        role=plan.role,
-        name=plan.name,
-        incarnation=hello.incarnation,
-        identity=hello.identity,
-        times=Times(
-            silence_s=config.cluster.silence_s,
-            drain_s=config.cluster.drain_s,
-            deadline_s=config.cluster.prefill_deadline_s or float("inf"),
-        ),
-        check=config.kv.check,  # type: ignore[arg-type]  # one of them: config.check saw to it
-        transport=config.cluster.transport,
-        slow_transfer_ms=config.lab.slow_transfer_ms,
-        failpoints=failpoints.handoff,
-    )
+    post = _post(plan, hello, failpoints.handoff, followers)
     side: Side = unified_side(parts)
     link: Link | None = None
     if plan.role == "prefill" or config.kv.host_cache_gib:
-        # The threads that move KV want the interpreter once a copy: they must not wait for long.
         sys.setswitchinterval(SWITCH_S)
     if plan.role == "prefill":
         peers, peer_address = _bound(context, plan, "p", peer_key)
-        side, bell = prefill_side(parts, post)
-        link = PrefillLink(side, peers, bell)
+        kept_by = owners(parts.runner.model.schema, config.parallel.cp) if layer_split else None
+        side, bell = prefill_side(parts, post, parts.others, kept_by)
+        link = PrefillLink(side, peers, [bell, *(followers.descriptors if followers else ())])
         hello = msgspec.structs.replace(hello, peer_address=peer_address)
     elif plan.role == "decode":
         side, link = _decode(parts, post, context, peer_key)
@@ -124,11 +111,33 @@ def _run(plan: WorkerPlan, peer_key: str) -> int:
     return 2 if refused else 0
 
 
+def _post(
+    plan: WorkerPlan, hello: Hello, failpoints: frozenset[str], followers: Followers | None
+) -> Post:
+    config = plan.config
+    return Post(
+        role=plan.role,
+        name=plan.name,
+        incarnation=hello.incarnation,
+        identity=hello.identity,
+        times=Times(
+            silence_s=config.cluster.silence_s,
+            drain_s=config.cluster.drain_s,
+            deadline_s=config.cluster.prefill_deadline_s or float("inf"),
+        ),
+        check=config.kv.check,  # type: ignore[arg-type]  # one of them: config.check saw to it
+        transport=config.cluster.transport,
+        slow_transfer_ms=config.lab.slow_transfer_ms,
+        failpoints=failpoints,
+        others=followers.pids if followers is not None else (),
+    )
+
+
 def _decode(
     parts: Parts, post: Post, context: zmq.Context[Socket], peer_key: str
 ) -> tuple[Side, Link]:
-    def watch(incarnation: int, pid: int) -> None:
-        link.watch(incarnation, pid)
+    def watch(incarnation: int, pids: Sequence[int]) -> None:
+        link.watch(incarnation, pids)
 
     side = decode_side(parts, post, watch)
     link = DecodeLink(side, context, lambda socket: connect_with(socket, peer_key))
@@ -172,7 +181,6 @@ def _joining(context: zmq.Context[Socket], plan: WorkerPlan, join: Join, peer_ke
 def build(
     plan: WorkerPlan,
     failpoints: frozenset[str],
-    tier_failpoints: frozenset[str] = frozenset(),
     followers: Followers | None = None,
 ) -> tuple[Parts, Hello]:
     """Load the model and put the engine together; with `followers` it is rank 0 of several.
@@ -188,17 +196,18 @@ def build(
         waiting_max=engine_settings.waiting_max,
         draft_tokens=engine_settings.draft_tokens if model.schema.draft else 0,
     )
+    layer_split = config.parallel.layer_split and plan.role != "decode"
     page_bytes = model.schema.page_bytes
-    if config.parallel.layer_split:
+    if layer_split:
         page_bytes = owners(model.schema, config.parallel.cp).page_bytes(model.schema)
     pages = pages_that_fit(page_bytes, config.kv.memory_gib)
     ranks = None if followers is None else followers.start(pages)
     kept = model.schema if ranks is None else ranks.schema(model.schema)
-    tiers = tier_plan(config, plan.name, model.schema, tier_failpoints)
+    tiers = tier_plan(config, plan.name, model.schema, page_bytes)
     parts = assemble(
         model, limits, pages, name, revision, eos_ids, failpoints, config.lab.record_drafts,
         engine_settings.context_max, arena_for(plan.role, kept, pages), config.kv.poison,
-        tiers, ranks, None if followers is None else followers.send,
+        tiers, ranks, None if followers is None else Others(followers),
     )  # fmt: skip
     hello = Hello(
         name=plan.name,

@@ -193,11 +193,12 @@ def _check_parallel(config: Config) -> None:
     _within("lab.slow_broadcast_ms", config.lab.slow_broadcast_ms, 0.0, 60_000.0)
     if parallel.layer_split and parallel.cp == 1:
         raise ConfigError("parallel.layer_split wants parallel.cp of at least 2")
-    if parallel.cp > 1 and config.kv.host_cache_gib:
-        raise ConfigError("kv.host_cache_gib with parallel.cp above 1: ranks have no tiers yet")
-    if parallel.layer_split and cluster.prefill:
+    if parallel.cp > 1 and config.kv.disk_cache:
+        raise ConfigError("kv.disk_cache with parallel.cp above 1: ranks have no disks yet")
+    if parallel.layer_split and cluster.prefill and config.kv.check != "off":
         raise ConfigError(
-            "parallel.layer_split with cluster.prefill: only rank 0 of a prefill worker sends yet"
+            "kv.check with parallel.layer_split and cluster.prefill: ranks make no digests of what "
+            "they send yet"
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,19 +16,23 @@ from stanchion.core.errors import ConfigError
 from stanchion.core.messages import Role
 from stanchion.disagg.check import Check, Mode
 from stanchion.disagg.decode import FAILPOINTS, DecodeSide
+from stanchion.disagg.lanes import RankedLane, TransferLane
 from stanchion.disagg.peer import Target, Times
-from stanchion.disagg.prefill import PrefillSide
+from stanchion.disagg.prefill import Lane, PrefillSide
 from stanchion.disagg.worker import UnifiedSide
 from stanchion.engine.assemble import Parts
 from stanchion.engine.bounds import FAILPOINTS as ENGINE_FAILPOINTS
+from stanchion.engine.others import Others
 from stanchion.kv.arena import Arena
 from stanchion.kv.digest import page_digests
 from stanchion.kv.layout import Layout
 from stanchion.kv.schema import Schema
+from stanchion.kv.store import Store
 from stanchion.kv.tiers import FAILPOINTS as TIER_FAILPOINTS
 from stanchion.kv.transfer.sender import Sender
 from stanchion.kv.transfer.shm import shm_invitation, shm_transfer
-from stanchion.kv.transfer.words import Invitation, Transfer, Write, WriteEnded
+from stanchion.kv.transfer.words import Invitation, Transfer
+from stanchion.parallel.layersplit import Owners
 from stanchion.parallel.words import FAILPOINTS as RANK_FAILPOINTS
 
 if TYPE_CHECKING:
@@ -39,7 +43,7 @@ SESSION_BITS = 62  # msgpack's integers are of 64 bits, signed or not
 
 @dataclass(frozen=True)
 class Post:
-    """A worker's place in its cluster."""
+    """A worker's place in its cluster. `others` are the processes of its further ranks."""
 
     role: Role
     name: str
@@ -50,37 +54,7 @@ class Post:
     transport: str = "shm"
     slow_transfer_ms: float = 0.0
     failpoints: frozenset[str] = frozenset()
-
-
-class Sends(Protocol):
-    def send(self, write: Write) -> None: ...
-
-
-@dataclass
-class TransferLane:
-    """A transfer, and the doors of our own pages in front of it."""
-
-    transfer: Transfer
-    sender: Sends
-
-    @property
-    def bytes_sent(self) -> int:
-        return self.transfer.bytes_sent
-
-    def connect(self, peer: int, invitation: Invitation) -> None:
-        self.transfer.connect(peer, invitation)
-
-    def disconnect(self, peer: int) -> None:
-        self.transfer.disconnect(peer)
-
-    def send(self, write: Write) -> None:
-        self.sender.send(write)
-
-    def cut(self, numbers: Sequence[int]) -> None:
-        self.transfer.cut(numbers)
-
-    def poll(self) -> list[WriteEnded]:
-        return self.transfer.poll()
+    others: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -137,8 +111,9 @@ class Failpoints:
     ranks: frozenset[str]
 
 
-def split_failpoints(named: frozenset[str]) -> Failpoints:
-    """Raise ConfigError for one that does not exist."""
+def split_failpoints(said: str) -> Failpoints:
+    """Of names with commas between them. Raise ConfigError for one that does not exist."""
+    named = frozenset(filter(None, said.split(",")))
     kinds = (
         ENGINE_FAILPOINTS.keys(),
         FAILPOINTS.keys(),
@@ -155,25 +130,39 @@ def unified_side(parts: Parts) -> UnifiedSide:
     return UnifiedSide(parts.engine)
 
 
-def prefill_side(parts: Parts, post: Post) -> tuple[PrefillSide, int]:
-    """The side, and the descriptor that is readable when a write has ended."""
-    transfer = _transfer(parts, post)
+def lane_of(store: Store, transport: str, slow_ms: float) -> tuple[TransferLane, int]:
+    """A rank's own, and the descriptor that is readable when a write has ended."""
+    transfer = _transfer(store, transport, slow_ms)
+    return TransferLane(transfer, Sender(store, transfer)), transfer.fileno()
+
+
+def prefill_side(
+    parts: Parts, post: Post, others: Others | None = None, owners: Owners | None = None
+) -> tuple[PrefillSide, int]:
+    """The side, and the descriptor that is readable when a write of this process has ended. With
+    `owners` each layer is sent by its own."""
+    mine, bell = lane_of(parts.store, post.transport, post.slow_transfer_ms)
+    lane: Lane = mine
+    if others is not None and owners is not None:
+        lane = RankedLane(mine, others, owners)
     side = PrefillSide(
         engine=parts.engine,
         identity=post.identity,
         incarnation=post.incarnation,
-        pid=os.getpid(),
+        pids=[os.getpid(), *post.others],
         host=host(),
-        lane=TransferLane(transfer, Sender(parts.store, transfer)),
+        lane=lane,
         check=_check(parts, post),
         silence_s=post.times.silence_s,
         draw=partial(secrets.randbits, SESSION_BITS),
     )
     parts.runner.on_rows = side.rows_ready
-    return side, transfer.fileno()
+    return side, bell
 
 
-def decode_side(parts: Parts, post: Post, watch: Callable[[int, int], None]) -> DecodeSide:
+def decode_side(
+    parts: Parts, post: Post, watch: Callable[[int, Sequence[int]], None]
+) -> DecodeSide:
     return DecodeSide(
         engine=parts.engine,
         name=post.name,
@@ -198,13 +187,12 @@ def host() -> str:
     return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
 
 
-def _transfer(parts: Parts, post: Post) -> Transfer:
-    store = parts.store
-    if post.transport == "nixl":
+def _transfer(store: Store, transport: str, slow_ms: float) -> Transfer:
+    if transport == "nixl":
         from stanchion.kv.transfer.nixl import nixl_transfer  # an extra: not everywhere installed
 
-        return nixl_transfer(store.arena, store.layout, post.slow_transfer_ms)
-    return shm_transfer(store.arena, store.layout, post.slow_transfer_ms)
+        return nixl_transfer(store.arena, store.layout, slow_ms)
+    return shm_transfer(store.arena, store.layout, slow_ms)
 
 
 def _target(parts: Parts, post: Post) -> Target:

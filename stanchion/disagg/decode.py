@@ -7,7 +7,7 @@ word of the writer or on evidence that the writer has ended. The request itself 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from stanchion.core.messages import (
@@ -57,7 +57,8 @@ class DecodeSide:
     target: Target
     check: Check
     times: Times
-    watch: Callable[[int, int], None]  # (incarnation, pid): tell `peer_ended` when it has ended
+    # (incarnation, pids): tell `peer_ended` when all of them have ended.
+    watch: Callable[[int, Sequence[int]], None]
     failpoints: frozenset[str] = frozenset()
     out: list[tuple[Partner, FromDecode]] = field(default_factory=list)
     peers: dict[int, Peer] = field(default_factory=dict)  # by incarnation
@@ -198,7 +199,7 @@ class DecodeSide:
                 self._drained(receiving, PeerLost(f"{peer.partner.name} ended an earlier session"))
         peer.session = word.session
         if word.host == self.host:  # a pid means nothing elsewhere
-            self.watch(word.incarnation, word.pid)
+            self.watch(word.incarnation, word.pids)
         for receiving in list(peer.handoffs.values()):
             if receiving.session is None:
                 self._offer(receiving)

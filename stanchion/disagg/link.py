@@ -7,7 +7,7 @@ the protocol asks again. No frame is trusted with more than its bounds.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -40,15 +40,16 @@ class Link(Protocol):
 
 @dataclass
 class PrefillLink:
-    """Prefill is bound, and answers whoever asks. `bell` is readable when a write has ended."""
+    """Prefill is bound, and answers whoever asks. `bells` are readable when a write has ended."""
 
     side: PrefillSide
     socket: Socket
-    bell: int
+    bells: Sequence[int]
 
     def register(self, poller: zmq.Poller) -> None:
         poller.register(self.socket, zmq.POLLIN)
-        poller.register(self.bell, zmq.POLLIN)
+        for bell in self.bells:
+            poller.register(bell, zmq.POLLIN)
 
     def hear(self, now: float) -> None:
         for _ in range(HEARD_MAX):
@@ -78,37 +79,42 @@ class PrefillLink:
 
 @dataclass
 class DecodeLink:
-    """Decode connects to each prefill worker that a gateway names, and watches its process."""
+    """Decode connects to each prefill worker that a gateway names, and watches its processes."""
 
     side: DecodeSide
     context: zmq.Context[Socket]
     secure: Secure
     _sockets: dict[int, Socket] = field(default_factory=dict)  # by incarnation
-    _watches: dict[int, Watch] = field(default_factory=dict)
+    _watches: dict[int, list[Watch]] = field(default_factory=dict)  # of those that have not ended
     _ended: dict[int, None] = field(default_factory=dict)  # of peers that are not forgotten yet
 
-    def watch(self, incarnation: int, pid: int) -> None:
+    def watch(self, incarnation: int, pids: Sequence[int]) -> None:
         if incarnation not in self._watches and incarnation not in self._ended:
-            self._watches[incarnation] = Watch(pid)
+            self._watches[incarnation] = [Watch(pid) for pid in pids]
 
     def register(self, poller: zmq.Poller) -> None:
         for socket in self._sockets.values():
             poller.register(socket, zmq.POLLIN)
-        for watch in self._watches.values():
-            poller.register(watch, zmq.POLLIN)
+        for watches in self._watches.values():
+            for watch in watches:
+                poller.register(watch, zmq.POLLIN)
 
     def hear(self, now: float) -> None:
         for incarnation, socket in self._sockets.items():
             self._hear(incarnation, socket, now)
-        for incarnation in [one for one, watch in self._watches.items() if watch.ended()]:
-            self._watches.pop(incarnation).close()
-            self._ended[incarnation] = None
-            self.side.peer_ended(incarnation)
+        for incarnation, watches in list(self._watches.items()):
+            for watch in [one for one in watches if one.ended()]:
+                watches.remove(watch)
+                watch.close()
+            if not watches:  # not one of its processes is left
+                del self._watches[incarnation]
+                self._ended[incarnation] = None
+                self.side.peer_ended(incarnation)
         for gone in [one for one in self._sockets if one not in self.side.peers]:
             self._sockets.pop(gone).close()
             self._ended.pop(gone, None)
-            if (known := self._watches.pop(gone, None)) is not None:
-                known.close()
+            for watch in self._watches.pop(gone, []):
+                watch.close()
 
     def _hear(self, incarnation: int, socket: Socket, now: float) -> None:
         for _ in range(HEARD_MAX):
@@ -154,5 +160,6 @@ class DecodeLink:
     def close(self) -> None:
         for socket in self._sockets.values():
             socket.close()
-        for watch in self._watches.values():
-            watch.close()
+        for watches in self._watches.values():
+            for watch in watches:
+                watch.close()

@@ -112,7 +112,7 @@ class PrefillSide:
     engine: Engine
     identity: dict[str, str]
     incarnation: int
-    pid: int
+    pids: list[int]  # all processes that may write
     host: str  # the machine and its space of process ids
     lane: Lane
     check: Check
@@ -231,7 +231,7 @@ class PrefillSide:
             attempt=attempt,
             session=session.number,
             incarnation=self.incarnation,
-            pid=self.pid,
+            pids=self.pids,
             host=self.host,
         )
 

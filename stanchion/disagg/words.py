@@ -22,6 +22,7 @@ from stanchion.core.outcome import Outcome
 from stanchion.core.request import NAME_CHARACTERS_MAX, TokenId
 from stanchion.kv.transfer.words import Invitation
 
+RANKS_MAX = 64
 HANDOFFS_MAX = 2**16
 PAGES_MAX = 2**22
 Number = Annotated[int, Meta(ge=0, lt=2**53)]
@@ -77,12 +78,13 @@ FromDecode = Meet | Offer | Cancel | Beat
 
 
 class Met(Struct, frozen=True, kw_only=True, tag="met"):
-    """`host` names the machine and its space of process ids: a pid means nothing elsewhere."""
+    """`pids`: all processes that may write to decode's pool, one a rank. `host` names the machine
+    and its space of process ids: a pid means nothing elsewhere."""
 
     attempt: Number
     session: int
     incarnation: int
-    pid: ProcessId
+    pids: Annotated[list[ProcessId], Meta(min_length=1, max_length=RANKS_MAX)]
     host: str
 
 

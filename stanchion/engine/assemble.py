@@ -9,7 +9,8 @@ from stanchion.core.errors import ConfigError
 from stanchion.device.stream import Stream
 from stanchion.engine.bounds import FAILPOINTS, Served
 from stanchion.engine.loop import Engine
-from stanchion.engine.ranks import Ranked, Ranks, Send
+from stanchion.engine.others import Others
+from stanchion.engine.ranks import Ranked, Ranks
 from stanchion.engine.runner import Runner
 from stanchion.engine.scheduler import Limits
 from stanchion.engine.tierplan import TierPlan, build_tiers, compute_stream
@@ -41,6 +42,7 @@ class Parts:
     runner: Runner
     store: Store
     stream: Stream
+    others: Others | None = None
 
 
 def assemble(
@@ -57,10 +59,10 @@ def assemble(
     poisoned: bool = False,
     tiers: TierPlan | None = None,
     ranks: Ranks | None = None,
-    send: Send | None = None,
+    others: Others | None = None,
 ) -> Parts:
     """`pages` counts the null page; `context_max` 0 means the model's own. With `ranks` this is
-    rank 0 of several, and `send` says each pass to the others.
+    rank 0 of several, and `others` are those.
 
     Raise ConfigError for a failpoint that does not exist.
     """
@@ -72,8 +74,8 @@ def assemble(
     stream = compute_stream(schema, tiers)
     store = Store(schema if ranks is None else ranks.schema(schema), pages, arena)
     ranked = None
-    if ranks is not None and send is not None:
-        model = ranked = Ranked(ranks.side(model, store, stream), send)
+    if ranks is not None and others is not None:
+        model = ranked = Ranked(ranks.side(model, store, stream), others.pass_on)
     if poisoned:
         pool.on_free = partial(poison, store, stream)
     runner = Runner(model, store, stream, pool, ready)
@@ -90,5 +92,5 @@ def assemble(
     tree = PrefixTree(pool, schema.page_tokens)
     engine = Engine(served, limits, pool, tree, ready, runner.launch, failpoints, record_drafts)
     if tiers is not None:
-        engine.tiered = build_tiers(tiers, store, pool, tree, ready)
-    return Parts(engine, runner, store, stream)
+        engine.tiered = build_tiers(tiers, store, pool, tree, ready, others)
+    return Parts(engine, runner, store, stream, others)

@@ -2,16 +2,14 @@
 
 Rank 0 has the engine. To its runner the ranks together are a model: `Ranked` sends each pass to
 the others, computes its own share of it, and returns the hidden states of all queries. The others
-follow (`follow`): they decide nothing, and end when rank 0 does.
+follow (`engine/follower`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,8 +17,9 @@ from torch import Tensor
 from stanchion.core.errors import Bug, ConfigError
 from stanchion.core.request import DRAFT_TOKENS_MAX
 from stanchion.device.stream import JobQueue, Stream
+from stanchion.engine.orders import Pass, encode, said
 from stanchion.kv.schema import DOORS, Schema
-from stanchion.kv.store import Leased, Store
+from stanchion.kv.store import Store
 from stanchion.model.text import Cache, Found, Model, Ragged, Rows
 from stanchion.parallel.exchange import Exchange, Replicated
 from stanchion.parallel.group import Group
@@ -31,21 +30,6 @@ from stanchion.parallel.visit import Visiting
 
 Send = Callable[[bytes], None]
 FEW = DRAFT_TOKENS_MAX + 1  # queries of a request: a verify window's
-
-
-class Pass(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A ragged pass of rank 0, for the others: arrays as they lie in memory (see model/text)."""
-
-    draft: bool
-    tokens: bytes  # int64
-    positions: bytes  # int64
-    rows: bytes  # int64
-    starts: bytes  # int64
-    tables: bytes  # int32
-    table_starts: bytes  # int64
-
-
-_passes = msgspec.msgpack.Decoder(Pass)
 
 
 @dataclass(frozen=True)
@@ -173,11 +157,11 @@ class Ranked:
         self.broadcasts = side.broadcasts
 
     def forward(self, batch: Ragged, cache: Cache) -> Tensor:
-        self._send(encode(batch, draft=False))
+        self._send(order(batch, draft=False))
         return self._side.run(batch, cache, None)
 
     def draft(self, batch: Ragged, hidden: Tensor, cache: Cache) -> Tensor:
-        self._send(encode(batch, draft=True))
+        self._send(order(batch, draft=True))
         return self._side.run(batch, cache, hidden)
 
     def apart(self, counts: Ints) -> list[Ints]:
@@ -193,17 +177,6 @@ class Ranked:
 
     def no_hidden(self, rows: int) -> Tensor:
         return self._model.no_hidden(rows)
-
-
-def follow(side: Side, store: Store, orders: Iterable[bytes]) -> None:
-    """Run what rank 0 says, until it says no more."""
-    for order in orders:
-        batch, draft = decode(order)
-        written = np.unique(batch.rows // side.model.schema.page_tokens).astype(np.int32)
-        cache = Leased(store, side.compute, [], batch.tables, written)
-        # Rank 0's hidden states come to this memory.
-        hidden = torch.empty_like(side.model.no_hidden(len(batch.tokens))) if draft else None
-        side.run(batch, cache, hidden)
 
 
 def owners(whole: Schema, ranks: int) -> Owners:
@@ -233,36 +206,15 @@ def lanes(batch: Ragged, share: Share) -> Ragged:
     )
 
 
-def encode(batch: Ragged, draft: bool) -> bytes:
-    return msgspec.msgpack.encode(
+def order(batch: Ragged, draft: bool) -> bytes:
+    return encode(
         Pass(
             draft,
-            _bytes(batch.tokens, np.int64),
-            _bytes(batch.positions, np.int64),
-            _bytes(batch.rows, np.int64),
-            _bytes(batch.starts, np.int64),
-            _bytes(batch.tables, np.int32),
-            _bytes(batch.table_starts, np.int64),
+            said(batch.tokens, np.int64),
+            said(batch.positions, np.int64),
+            said(batch.rows, np.int64),
+            said(batch.starts, np.int64),
+            said(batch.tables, np.int32),
+            said(batch.table_starts, np.int64),
         )
     )
-
-
-def decode(order: bytes) -> tuple[Ragged, bool]:
-    said = _passes.decode(order)
-    batch = Ragged(
-        tokens=_array(said.tokens, np.int64),
-        positions=_array(said.positions, np.int64),
-        rows=_array(said.rows, np.int64),
-        starts=_array(said.starts, np.int64),
-        tables=_array(said.tables, np.int32),
-        table_starts=_array(said.table_starts, np.int64),
-    )
-    return batch, said.draft
-
-
-def _bytes(array: Any, dtype: Any) -> bytes:
-    return np.ascontiguousarray(array, dtype).tobytes()
-
-
-def _array(said: bytes, dtype: Any) -> Any:
-    return np.frombuffer(said, dtype).copy()  # tensors want memory that may be written

@@ -11,8 +11,10 @@ from stanchion.core.errors import ConfigError
 from stanchion.device.cpu import InlineQueue, ThreadQueue
 from stanchion.device.hasty import Hasty
 from stanchion.device.stream import JobQueue, Stream
+from stanchion.engine.others import Others, RankedCopier
 from stanchion.engine.tiered import Tiered
 from stanchion.kv.arena import Arena
+from stanchion.kv.copies import Copier
 from stanchion.kv.copy import Mode, StoreCopier
 from stanchion.kv.disk import DiskTier
 from stanchion.kv.hosttier import HostTier
@@ -54,14 +56,14 @@ def compute_stream(schema: Schema, plan: TierPlan | None) -> Stream:
     return Hasty("compute", queue, frozenset(f"layer {layer} {door}" for layer, door in blind))
 
 
-def build_tiers(
-    plan: TierPlan, store: Store, pool: PagePool, tree: PrefixTree, ready: Ready
-) -> Tiered:
-    """Raise ConfigError for a failpoint that lacks its setting, or a folder that another holds."""
-    schema = store.schema
-    host = HostTier(plan.slots)
-    arena = Arena.private(schema.page_bytes * host.pool.size)
-    copier = StoreCopier(
+def host_arena(plan: TierPlan, schema: Schema) -> Arena:
+    """As many slots as the plan says, and slot 0, which is nobody's."""
+    return Arena.private(schema.page_bytes * (plan.slots + 1))
+
+
+def copier_of(plan: TierPlan, store: Store, arena: Arena) -> StoreCopier:
+    """Between a rank's own pool and its own host memory."""
+    return StoreCopier(
         store,
         arena.memory,
         plan.queue("load"),
@@ -70,8 +72,26 @@ def build_tiers(
         digests=plan.disk is not None,
         delays=plan.delays_s,
         sleep=plan.sleep,
-        left_out=_left_out(schema, plan.failpoints),
+        left_out=_left_out(store.schema, plan.failpoints),
     )
+
+
+def build_tiers(
+    plan: TierPlan,
+    store: Store,
+    pool: PagePool,
+    tree: PrefixTree,
+    ready: Ready,
+    others: Others | None = None,
+) -> Tiered:
+    """With `others` this is rank 0 of several. Raise ConfigError for a failpoint that lacks its
+    setting, or a folder that another holds."""
+    schema = store.schema
+    host = HostTier(plan.slots)
+    arena = host_arena(plan, schema)
+    copier: Copier = copier_of(plan, store, arena)
+    if others is not None:
+        copier = RankedCopier(copier, others)
     disk = None
     if plan.disk is not None:
         folder, capacity = plan.disk

@@ -15,15 +15,22 @@ from stanchion.kv.record import Record
 
 
 @dataclass(eq=False)
-class Lift:
-    """Load `kept` pages into device `pages`. The load puts into `bad` each place whose bytes differ
-    from their digests, before it lets anybody read them."""
+class Loading:
+    """Load what `slots` of host memory keep into device `pages`. The load puts into `bad` each
+    place whose bytes differ from their digests, before it lets anybody read them."""
 
-    kept: list[Kept]
+    records: Sequence[Record]
     pages: Pages
     slots: Pages
-    pins: list[Pin] = field(default_factory=list)
     bad: deque[int] = field(default_factory=deque)
+
+
+@dataclass(eq=False)
+class Lift(Loading):
+    """One that a request asked for."""
+
+    kept: list[Kept] = field(default_factory=list)
+    pins: list[Pin] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -41,12 +48,12 @@ class Spill:
 class Copier(Protocol):
     """Copies between the device's pages and the host's, through the device's doors."""
 
-    def load(self, lifts: Sequence[Lift]) -> None:
+    def load(self, lifts: Sequence[Loading]) -> None:
         """All of them layer by layer: the first layer of each before the second of any."""
 
     def save(self, spill: Spill) -> None: ...
 
-    def loaded(self, lift: Lift) -> bool:
+    def loaded(self, lift: Loading) -> bool:
         """Has it ended?"""
 
     def saved(self, spill: Spill) -> bool: ...

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from stanchion.device.kernels.digest import row_digests
 from stanchion.device.kernels.spans import copy_spans, span_copy
 from stanchion.device.stream import JobQueue, Mark, Pages, Stream
-from stanchion.kv.copies import Lift, Spill
+from stanchion.kv.copies import Loading, Spill
 from stanchion.kv.layout import Key, Layout, Offsets, Place
 from stanchion.kv.schema import DOORS, Door, Schema
 from stanchion.kv.store import Store
@@ -67,7 +67,7 @@ class Slots:
 class Checked:
     """Places of lifts whose digests are checked, and what they must be, (buffers, places)."""
 
-    lifts: list[tuple[Lift, int]]
+    lifts: list[tuple[Loading, int]]
     pages: Pages
     expected: NDArray[np.uint64]
 
@@ -112,7 +112,7 @@ class StoreCopier:
 
     # ---- host -> device ---------------------------------------------------------------------
 
-    def load(self, lifts: Sequence[Lift]) -> None:
+    def load(self, lifts: Sequence[Loading]) -> None:
         slots = np.concatenate([one.slots for one in lifts])
         pages = np.concatenate([one.pages for one in lifts])
         checked = self._checked(lifts)
@@ -138,14 +138,14 @@ class StoreCopier:
                 lift, place = checked.lifts[at]
                 lift.bad.append(place)
 
-    def _checked(self, lifts: Sequence[Lift]) -> Checked:
+    def _checked(self, lifts: Sequence[Loading]) -> Checked:
         chosen = [
             (lift, place)
             for lift in lifts
-            for place, kept in enumerate(lift.kept)
-            if kept.record.digests and self._chosen(kept.key)
+            for place, record in enumerate(lift.records)
+            if record.digests and self._chosen(record.key)
         ]
-        said = [np.frombuffer(lift.kept[at].record.digests, "<u8") for lift, at in chosen]
+        said = [np.frombuffer(lift.records[at].digests, "<u8") for lift, at in chosen]
         none = np.zeros((len(self._names), 0), np.uint64)
         expected = np.stack(said, 1).astype(np.uint64) if said else none
         pages = np.array([lift.pages[at] for lift, at in chosen], np.int32)
@@ -155,7 +155,7 @@ class StoreCopier:
         """Is the page of this key checked when it is read from the host?"""
         return self._check == "full" or (self._check == "sampled" and not key[0] % SAMPLED_ONE_IN)
 
-    def loaded(self, lift: Lift) -> bool:
+    def loaded(self, lift: Loading) -> bool:
         return self._passed(0, self._loaded, id(lift))
 
     # ---- device -> host ---------------------------------------------------------------------
@@ -187,6 +187,10 @@ class StoreCopier:
     @property
     def load_queue(self) -> JobQueue:
         return self._jobs[0]
+
+    @property
+    def save_queue(self) -> JobQueue:
+        return self._jobs[1]
 
     # ---- both -------------------------------------------------------------------------------
 

@@ -38,6 +38,7 @@ class Layout:
     page_tokens: int
     buffers: Mapping[Key, Place]
     total: int
+    part: bool = False  # of a schema that is one
 
     @classmethod
     def of(cls, schema: Schema, pages: int) -> Layout:
@@ -46,7 +47,7 @@ class Layout:
         for one in sorted(schema.buffers, key=lambda one: (one.layer, one.name)):
             buffers[one.layer, one.name] = Place(end, one.row_bytes)
             end += _aligned(one.row_bytes * schema.page_tokens * pages)
-        return cls(pages, schema.page_tokens, buffers, end)
+        return cls(pages, schema.page_tokens, buffers, end, schema.part)
 
     def bytes_of(self, key: Key) -> int:
         return self.buffers[key].row_bytes * self.page_tokens * self.pages
@@ -55,11 +56,13 @@ class Layout:
         return [key for key in self.buffers if key[0] == layer]
 
     def differences(self, other: Layout) -> list[str]:
-        """Why pages of one cannot be written to the other: each buffer that differs, by name."""
+        """Why pages of one cannot be written to the other: each buffer that differs, by name. Where
+        ours are a part, what only the other has is another rank's to write."""
         said = []
         if self.page_tokens != other.page_tokens:
             said.append(f"page_tokens: {self.page_tokens} here, {other.page_tokens} there")
-        for key in sorted(self.buffers.keys() | other.buffers.keys()):
+        ours_or_theirs = self.buffers.keys() | (set() if self.part else other.buffers.keys())
+        for key in sorted(ours_or_theirs):
             ours, theirs = _row_words(self, key), _row_words(other, key)
             if ours != theirs:
                 said.append(f"buffer {key[1]} of layer {key[0]}: {ours} here, {theirs} there")

@@ -35,13 +35,15 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Schema:
-    """`layers` counts the draft layer, which is the last one where `draft` is true."""
+    """`layers` counts the draft layer, which is the last one where `draft` is true. `part`: some
+    layers' buffers are not here, but with another rank."""
 
     model: str
     page_tokens: int
     layers: int
     draft: bool
     buffers: tuple[Buffer, ...]
+    part: bool = False
 
     def __post_init__(self) -> None:
         names = [(one.layer, one.name) for one in self.buffers]
@@ -63,7 +65,8 @@ class Schema:
 
     def only(self, layers: Set[int]) -> Schema:
         """The same model, and the buffers of these layers: what one of several ranks keeps."""
-        return replace(self, buffers=tuple(one for one in self.buffers if one.layer in layers))
+        kept = tuple(one for one in self.buffers if one.layer in layers)
+        return replace(self, buffers=kept, part=len(kept) < len(self.buffers))
 
     def behind(self, layer: int, door: Door) -> tuple[Buffer, ...]:
         return tuple(one for one in self.buffers if (one.layer, one.door) == (layer, door))

@@ -186,7 +186,8 @@ class Tiers:
         """Load what was found into these pages, which somebody holds. `submit` begins it."""
         slots = np.array([one.slot for one in found.kept], np.int32)
         pins = [*found.pins, self.pool.regrip(pages, "lift")]
-        self._planned.append(Lift(found.kept, pages, slots, pins))
+        records = [one.record for one in found.kept]
+        self._planned.append(Lift(records, pages, slots, kept=found.kept, pins=pins))
         self.counters.lifted += len(pages)
 
     def submit(self) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stanchion.device.hasty import Hasty
 from stanchion.device.stream import JobQueue, Stream, View
 from stanchion.kv.schema import DOORS, Door, Schema
 from stanchion.kv.store import Found, Read, Rows, Store
@@ -49,6 +50,10 @@ class Broadcasts:
 
     def __post_init__(self) -> None:
         self.stream = Stream("broadcast", self.queue)
+        if "broadcast_before_load" in self.failpoints:
+            own = {(one.layer, one.door) for one in self.store.schema.buffers}
+            names = frozenset(f"layer {layer} {door}" for layer, door in own)
+            self.stream = Hasty("broadcast", self.queue, names)
         self.scratch = Scratch.of(self.whole, 2)
 
     def make_room(self, pages: int) -> None:

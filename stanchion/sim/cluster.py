@@ -147,7 +147,7 @@ class Cluster:
         if name.startswith("prefill"):
             lane = Lane(memory, self.memories, self.flying)
             side = PrefillSide(
-                engine, IDENTITY, number, number, "host", lane, check, TIMES.silence_s,
+                engine, IDENTITY, number, [number], "host", lane, check, TIMES.silence_s,
                 lambda: next(self._numbers),
             )  # fmt: skip
             device.on_rows = side.rows_ready
@@ -155,7 +155,7 @@ class Cluster:
             pool_ = Pool(memory, self.memories, self._numbers, plan.pages, plan.fences)
             side = DecodeSide(
                 engine, name, IDENTITY, number, "host", pool_, check, TIMES,
-                lambda incarnation, pid: None, frozenset(plan.failpoints),
+                lambda incarnation, pids: None, frozenset(plan.failpoints),
             )  # fmt: skip
         self.workers[name] = Worker(name, side, memory)
 

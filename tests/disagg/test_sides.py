@@ -744,6 +744,6 @@ def test_numbers_and_process_ids_have_bounds() -> None:
     with pytest.raises(msgspec.ValidationError):
         words.decode_from_decode(words.encode(cancel))
     for pid in (0, -1, 2**40):
-        met = words.Met(attempt=1, session=1, incarnation=1, pid=pid, host="")
+        met = words.Met(attempt=1, session=1, incarnation=1, pids=[pid], host="")
         with pytest.raises(msgspec.ValidationError):
             words.decode_from_prefill(words.encode(met))

@@ -118,7 +118,7 @@ def garbage_to_prefill(context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path) 
     router, stranger = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
     router.bind(f"ipc://{tmp_path}/p")
     stranger.connect(f"ipc://{tmp_path}/p")
-    link = PrefillLink(prefill, router, 0)
+    link = PrefillLink(prefill, router, [0])
     other = DecodeLink(decode, context, lambda socket: None)
     one = start(cluster, "a", 200)
     partner = one.prefill

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stanchion.kv.copies import Lift, Spill
+from stanchion.kv.copies import Loading, Spill
 from stanchion.kv.copy import Slots, StoreCopier
 from stanchion.kv.hosttier import HostTier
 from stanchion.kv.pages import PagePool
@@ -63,9 +63,9 @@ class Board:
             for one, digests in zip(records, spill.digests or [b""] * len(records))
         ]
 
-    def lift(self, records: list[Record], pages: list[int]) -> Lift:
+    def lift(self, records: list[Record], pages: list[int]) -> Loading:
         kept = [self.tier.keep(one, int(slot)) for one, slot in zip(records, self.slots)]
-        lift = Lift(kept, np.array(pages, np.int32), self.slots)
+        lift = Loading([one.record for one in kept], np.array(pages, np.int32), self.slots)
         self.copier.load([lift])
         self.queues[0].finish(self.queues[0].mark())
         assert self.copier.loaded(lift)

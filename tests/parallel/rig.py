@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from stanchion.device.cpu import InlineQueue, ThreadQueue
 from stanchion.device.stream import Stream
 from stanchion.engine.assemble import Parts, assemble
-from stanchion.engine.ranks import FEW, Ranks, follow
+from stanchion.engine.follower import Follower, Item, Over
+from stanchion.engine.orders import Report, encode
+from stanchion.engine.others import Others
+from stanchion.engine.ranks import FEW, Ranks
 from stanchion.engine.scheduler import Limits
+from stanchion.engine.tierplan import TierPlan, compute_stream, copier_of, host_arena
 from stanchion.kv.store import Store
 from stanchion.model.hashed import END_TOKEN
 from stanchion.model.text import Model
@@ -28,29 +34,66 @@ TIMEOUT_S = 30.0
 
 
 @dataclass
+class Inbox:
+    items: SimpleQueue[Item] = field(default_factory=SimpleQueue)
+
+    def take(self) -> Item:
+        return self.items.get()
+
+    def at_hand(self) -> list[Item]:
+        return [self.items.get() for _ in range(self.items.qsize())]
+
+
+@dataclass
 class Followers:
-    """Ranks 1 and up. `stores` are their pools, in the order of rank."""
+    """Ranks 1 and up, and what engine/others asks of the way to them. `stores` are their pools."""
 
     model: Model
     pages: int
+    tiers: TierPlan | None = None
     stores: dict[int, Store] = field(default_factory=dict)
+    hosts: dict[int, NDArray[np.uint8]] = field(default_factory=dict)  # their host memories
     failed: list[BaseException] = field(default_factory=list)
-    inboxes: list[SimpleQueue[bytes | None]] = field(default_factory=list)
+    inboxes: dict[int, Inbox] = field(default_factory=dict)
+    reports: SimpleQueue[tuple[int, bytes]] = field(default_factory=SimpleQueue)
     threads: list[threading.Thread] = field(default_factory=list)
+    came: list[tuple[int, bytes]] = field(default_factory=list)
 
-    def send(self, order: bytes | None) -> None:
-        for inbox in self.inboxes:
-            inbox.put(order)
+    @property
+    def ranks(self) -> list[int]:
+        return list(self.inboxes)
 
-    def run(self, rank: int, ranks: Ranks, inbox: SimpleQueue[bytes | None]) -> None:
-        stream = Stream("compute", InlineQueue())
+    def send(self, rank: int, order: bytes) -> None:
+        self.inboxes[rank].items.put(order)
+
+    def heard(self) -> list[tuple[int, bytes]]:
+        said, self.came = self.came, []
+        return said + [self.reports.get() for _ in range(self.reports.qsize())]
+
+    def wait(self) -> None:
+        self.came.append(self.reports.get(timeout=TIMEOUT_S))
+
+    def run(self, rank: int, ranks: Ranks) -> None:
+        stream = compute_stream(self.model.schema, self.tiers)
         store = self.stores[rank] = Store(ranks.schema(self.model.schema), self.pages)
         side = ranks.side(self.model, store, stream)
+        copier = None
+        if self.tiers is not None:
+            host = host_arena(self.tiers, store.schema)
+            self.hosts[rank] = host.memory
+            copier = copier_of(self.tiers, store, host)
+
+        def report(said: Report) -> None:
+            self.reports.put((rank, encode(said)))
+
         try:
             with torch.inference_mode():
-                follow(side, store, iter(inbox.get, None))
+                Follower(side, store, self.inboxes[rank], report, copier).run()
         except BaseException as error:  # noqa: BLE001  the edge of a thread: the test hears of it
             self.failed.append(error)
+        finally:
+            if copier is not None:
+                copier.close()
 
 
 @contextmanager
@@ -64,6 +107,7 @@ def ranked(
     failpoints: tuple[str, ...] = (),
     slow_s: float = 0.0,
     few: int = FEW,
+    tiers: TierPlan | None = None,
 ) -> Iterator[tuple[Parts, Followers]]:
     meeting = dist.HashStore()
     queues: list[ThreadQueue] = []
@@ -79,30 +123,32 @@ def ranked(
             exchange, split, broadcast, queue, frozenset(failpoints), slow_s, time.sleep, few
         )
 
-    followers = Followers(model, pages)
-    followers.inboxes = [SimpleQueue() for _ in range(1, count)]
-
-    def life(rank: int, inbox: SimpleQueue[bytes | None]) -> None:
-        followers.run(rank, ranks(rank), inbox)
-
-    for rank, inbox in enumerate(followers.inboxes, 1):
-        thread = threading.Thread(target=life, args=(rank, inbox))
-        thread.start()
-        followers.threads.append(thread)
+    followers = Followers(model, pages, tiers, inboxes={one: Inbox() for one in range(1, count)})
+    for rank in followers.ranks:
+        life = partial(_life, followers, rank, ranks)
+        followers.threads.append(threading.Thread(target=life))
+        followers.threads[-1].start()
     parts = assemble(
         model, limits or Limits(), pages, eos_ids=(END_TOKEN,), record_drafts=True,
-        ranks=ranks(0), send=followers.send,
+        ranks=ranks(0), others=Others(followers), tiers=tiers,
     )  # fmt: skip
     try:
         with torch.inference_mode():
             yield parts, followers
     finally:
-        followers.send(None)
+        for inbox in followers.inboxes.values():
+            inbox.items.put(Over())
         for thread in followers.threads:
             thread.join(TIMEOUT_S)
         for queue in queues:
             queue.close()
+        if parts.engine.tiered is not None:
+            parts.engine.tiered.tiers.close()
     assert followers.failed == []
+
+
+def _life(followers: Followers, rank: int, ranks: Callable[[int], Ranks]) -> None:
+    followers.run(rank, ranks(rank))
 
 
 def kept(stores: list[Store]) -> dict[tuple[int, str], bytes]:

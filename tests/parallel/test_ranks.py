@@ -17,6 +17,9 @@ from stanchion.core.request import Sampling
 from stanchion.engine.assemble import Parts, assemble
 from stanchion.engine.ranks import FEW
 from stanchion.engine.scheduler import Limits
+from stanchion.engine.tierplan import TierPlan
+from stanchion.kv.schema import Door
+from stanchion.kv.tiers import Policy
 from stanchion.model.hashed import END_TOKEN, HashModel
 from stanchion.model.load import load_glm
 from stanchion.model.text import Model
@@ -93,9 +96,8 @@ def check(case: Case) -> None:
         hash_model(case), case.ranks, case.split, case.layer_split, LIMITS, few=case.few
     ) as (parts, others):
         assert answers(parts, case) == wanted
-        stores = [parts.store, *(others.stores[rank] for rank in sorted(others.stores))]
-        rows = kept(stores)
-    assert rows == kept([alone.store])
+    stores = [parts.store, *(others.stores[rank] for rank in sorted(others.stores))]
+    assert kept(stores) == kept([alone.store])
     if case.layer_split:
         layers = [one.layer for store in stores for one in store.schema.buffers]
         assert sorted(set(layers)) == list(range(4))
@@ -170,10 +172,75 @@ def test_a_slow_broadcast_changes_nothing() -> None:
         assert said[start.request].answer[:3] == solo(start, 3, 24).answer[:3]
 
 
+# ---- host memory on every rank --------------------------------------------------------------
+
+
+def lifted(failpoint: str, slow: tuple[int, Door] | None) -> Heard:
+    """A second turn, whose prefix left the device and comes back from each rank's host memory."""
+    (first,) = prompts("first", [300], 5)
+    (second,) = on([first], "second", None)
+    places = [(one.layer, one.door) for one in HashModel(PAGE, True).schema.buffers]
+    delays = dict.fromkeys(places if slow is None else [slow], 0.02)
+    with ranked(
+        HashModel(PAGE, True, 24), 2, layer_split=True, limits=LIMITS, failpoints=(failpoint,),
+        tiers=TierPlan(64, delays_s=delays, check="full"),
+    ) as (parts, _):  # fmt: skip
+        engine = parts.engine
+        finish(engine, [first])
+        finish(engine, prompts("other", [310], 50))
+        while engine.copies:
+            engine.step([])
+        engine.tree.flush()
+        finish(
+            engine, prompts("third", [330], 70)
+        )  # the pages hold other rows when the lift begins
+        heard = finish(engine, [second])[second.request]
+        assert engine.tiered is not None and engine.tiered.tiers.counters.lifted >= 18
+        while engine.copies:
+            engine.step([])
+        assert engine.audit() == []
+    return heard
+
+
+def test_a_load_is_awaited_before_its_broadcast() -> None:
+    (second,) = on(prompts("first", [300], 5), "second", None)
+    right = solo(second, 3, 24).answer
+    assert lifted("", None).answer[:3] == right[:3]
+    assert lifted("broadcast_before_load", None).answer[:3] != right[:3]
+
+
+@pytest.mark.parametrize(("layer", "door"), [(0, "index"), (1, "attend"), (3, "index")])
+def test_whichever_door_is_late(layer: int, door: Door) -> None:
+    (second,) = on(prompts("first", [300], 5), "second", None)
+    assert lifted("", (layer, door)).answer[:3] == solo(second, 3, 24).answer[:3]
+
+
+def test_what_differs_in_another_rank_s_host_memory_is_not_read() -> None:
+    (first,) = prompts("first", [300], 5)
+    (second,) = on([first], "second", None)
+    plan = TierPlan(64, check="full")
+    with ranked(HashModel(PAGE, True, 24), 2, layer_split=True, limits=LIMITS, tiers=plan) as (
+        parts,
+        others,
+    ):
+        engine = parts.engine
+        finish(engine, [first])
+        while engine.copies:
+            engine.step([])
+        engine.tree.flush()
+        others.hosts[1][:] ^= 1
+        heard = finish(engine, [second])[second.request]
+        while engine.copies:
+            engine.step([])
+        assert engine.tiered is not None and engine.tiered.tiers.counters.bad_host > 0
+        assert engine.audit() == []
+    assert heard.answer[:3] == solo(second, 3, 24).answer[:3]
+
+
 # ---- storms ---------------------------------------------------------------------------------
 
 
-def one_storm(seed: int, requests: int, ranks: int, layer_split: bool) -> None:
+def one_storm(seed: int, requests: int, ranks: int, layer_split: bool, tiered: bool) -> None:
     """Aborts, preemption, prefixes and turns; what the seed decides is as in the engine's storm."""
     choices = seeded(seed)
     drafts, chunk = choices.pick(6), (1, 3, 17, 1 + choices.pick(64))[choices.pick(4)]
@@ -183,25 +250,31 @@ def one_storm(seed: int, requests: int, ranks: int, layer_split: bool) -> None:
     limits = Limits(chunk_tokens=chunk, running_max=1 + choices.pick(24), draft_tokens=drafts)
     split = SPLITS[choices.pick(len(SPLITS))]
     model = HashModel(page_tokens, drafts > 0, top_k)
-    with ranked(model, ranks, split, layer_split, limits, pages) as (parts, _):
+    policy: Policy = ("through", "back")[choices.pick(2)]
+    plan = TierPlan(pages // 2, policy=policy, check="full") if tiered else None
+    with ranked(model, ranks, split, layer_split, limits, pages, tiers=plan) as (parts, _):
         engine = late(parts.engine) if seed % 2 else parts.engine
         result = storm(engine, choices, requests)
         assert wrong(result, drafts, top_k) == [], f"replay with seed {seed}"
+        while engine.copies:
+            engine.step([])
         assert engine.audit() == [], f"replay with seed {seed}"
 
 
+@pytest.mark.parametrize("tiered", [False, True])
 @pytest.mark.parametrize("layer_split", [False, True])
-def test_storms_over_ranks(layer_split: bool) -> None:
+def test_storms_over_ranks(layer_split: bool, tiered: bool) -> None:
     for seed in range(300, 302):
-        one_storm(seed, 25, 2 + seed % 2, layer_split)
+        one_storm(seed, 25, 2 + seed % 2, layer_split, tiered)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("tiered", [False, True])
 @pytest.mark.parametrize("layer_split", [False, True])
-def test_thousands_of_requests_over_ranks(layer_split: bool) -> None:
+def test_thousands_of_requests_over_ranks(layer_split: bool, tiered: bool) -> None:
     for seed in range(3000, 3050):
-        one_storm(seed, 50, 2 + seed % 2, layer_split)
+        one_storm(seed, 50, 2 + seed % 2, layer_split, tiered)
 
 
 # ---- the embedded model ---------------------------------------------------------------------
@@ -217,8 +290,7 @@ def test_no_bit_of_the_embedded_model_depends_on_ranks(layer_split: bool) -> Non
         wanted = turns(alone)
     with ranked(embedded(), 2, layer_split=layer_split, limits=limits) as (parts, others):
         assert turns(parts) == wanted
-        rows = kept([parts.store, *others.stores.values()])
-    assert rows == kept([alone.store])
+    assert kept([parts.store, *others.stores.values()]) == kept([alone.store])
 
 
 @pytest.mark.parametrize("layer_split", [False, True])
@@ -231,7 +303,7 @@ def test_narrow_rows_and_their_scales_travel_too(layer_split: bool) -> None:
     model = embedded("bfloat16", "float8")
     with ranked(model, 2, layer_split=layer_split, limits=limits) as (parts, others):
         assert turns(parts) == wanted
-        assert kept([parts.store, *others.stores.values()]) == kept([alone.store])
+    assert kept([parts.store, *others.stores.values()]) == kept([alone.store])
 
 
 def embedded(dtype: str = "float32", index_dtype: str = "same") -> Model:

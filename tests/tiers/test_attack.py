@@ -148,8 +148,8 @@ def test_a_name_leads_nowhere_else(name: str, tmp_path: Path) -> None:
     config = replace(Config(), kv=kv)
     schema = HashModel(16, True, None).schema
     with pytest.raises(ConfigError, match="names a folder"):
-        tier_plan(config, name, schema, frozenset())
-    made = tier_plan(config, "both-0", schema, frozenset())
+        tier_plan(config, name, schema, schema.page_bytes)
+    made = tier_plan(config, "both-0", schema, schema.page_bytes)
     assert made is not None and made.disk == (tmp_path / "both-0", 1 << 30)
 
 

@@ -24,7 +24,7 @@ from stanchion.cli.bench.measure import Measure, interleave, paired
 from stanchion.cli.bench.pair import PARTNER, Asked, Held, Link, Pair, build, serve
 from stanchion.cli.bench.sides import corpus
 from stanchion.cli.bench.target import PEER, target
-from stanchion.cli.worker import SWITCH_S
+from stanchion.cli.settings import SWITCH_S
 from stanchion.core.errors import Bug
 from stanchion.core.messages import Start
 from stanchion.core.request import Sampling

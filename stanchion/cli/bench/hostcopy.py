@@ -9,9 +9,8 @@ import numpy as np
 from stanchion.cli.bench.target import glm5_pages
 from stanchion.device.cpu import ThreadQueue
 from stanchion.kv.arena import Arena
-from stanchion.kv.copies import Lift
+from stanchion.kv.copies import Loading
 from stanchion.kv.copy import StoreCopier
-from stanchion.kv.hosttier import HostTier
 from stanchion.kv.record import Record
 from stanchion.kv.store import Store
 
@@ -33,21 +32,14 @@ class Board:
         self._copier = StoreCopier(
             self._store, self._host.memory, ThreadQueue("load"), ThreadQueue("spill")
         )
-        tier = HostTier(pages)
-        slots = tier.pool.take(pages, "bench").pages
-        kept = [
-            tier.keep(Record(at.to_bytes(32, "little"), b"", b"", b""), int(slot))
-            for at, slot in enumerate(slots)
-        ]
-        order = generator.permutation(pages)
-        self._kept = [kept[at] for at in order]
-        self._slots = slots[order]
+        self._records = [Record(at.to_bytes(32, "little"), b"", b"", b"") for at in range(pages)]
+        self._slots = (1 + generator.permutation(pages)).astype(np.int32)
         self._pages = (1 + generator.permutation(pages)).astype(np.int32)
 
     def load_rate(self) -> float:
         """GiB a second, from the submission to the end of the last layer."""
         began = time.perf_counter()
-        lift = Lift(self._kept, self._pages, self._slots)
+        lift = Loading(self._records, self._pages, self._slots)
         self._copier.load([lift])
         queue = self._copier.load_queue
         queue.finish(queue.mark())

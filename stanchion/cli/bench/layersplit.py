@@ -33,6 +33,7 @@ from stanchion.core.messages import Ended, Start, Tokens
 from stanchion.core.outcome import Completed
 from stanchion.core.request import Sampling
 from stanchion.engine.assemble import Parts, assemble, pages_that_fit
+from stanchion.engine.others import Others
 from stanchion.engine.ranks import Ranked, owners
 from stanchion.engine.scheduler import Limits
 from stanchion.model.load import load_glm
@@ -215,7 +216,7 @@ class Side:
         ranks = self.followers.start(pages)
         limits = Limits(chunk_tokens=CHUNK_TOKENS, draft_tokens=3)
         self.parts: Parts = assemble(
-            self.model, limits, pages, ranks=ranks, send=self.followers.send
+            self.model, limits, pages, ranks=ranks, others=Others(self.followers)
         )
 
     def rate(self, prompts: list[list[int]]) -> float:

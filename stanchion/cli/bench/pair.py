@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from stanchion.core.messages import Abort, Ended, FromWorker, Partner, Role, Start, Tokens
-from stanchion.disagg.assemble import Post, TransferLane, arena_for, decode_side, prefill_side
+from stanchion.disagg.assemble import Post, arena_for, decode_side, prefill_side
 from stanchion.disagg.check import Mode
 from stanchion.disagg.decode import DecodeSide
+from stanchion.disagg.lanes import TransferLane
 from stanchion.disagg.peer import Times
 from stanchion.disagg.prefill import Lane, PrefillSide
 from stanchion.disagg.words import decode_from_decode, decode_from_prefill, encode

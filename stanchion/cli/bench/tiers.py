@@ -24,7 +24,7 @@ from stanchion.cli.bench.measure import Measure, interleave, paired
 from stanchion.cli.bench.sessions import Session, sessions
 from stanchion.cli.bench.sides import corpus
 from stanchion.cli.bench.waiting import Waiting
-from stanchion.cli.worker import SWITCH_S
+from stanchion.cli.settings import SWITCH_S
 from stanchion.core.errors import Bug, ConfigError
 from stanchion.core.messages import Ended, Start, Tokens
 from stanchion.core.outcome import Completed
