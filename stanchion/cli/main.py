@@ -232,7 +232,9 @@ def _verify(command: argparse.ArgumentParser) -> None:
     command.add_argument("--requests", type=int, help="stop after so many (default: 2000)")
     command.add_argument("--minutes", type=float, help="stop after so long")
     command.add_argument("--seed", type=int, default=plain.seed, help="of traffic and troubles")
-    command.add_argument("--context", type=int, default=plain.context, help="tokens, at most")
+    command.add_argument(
+        "--context", type=_tokens, default=plain.context, help="tokens, at most; 70k is 70,000"
+    )
     command.add_argument("--concurrency", type=int, default=plain.concurrency)
     command.add_argument("--variety", type=int, default=plain.variety, help="different requests")
     command.add_argument(
@@ -245,6 +247,11 @@ def _verify(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--json", metavar="FILE", help="write all counts, and wrong answers whole")
     command.set_defaults(run=_run_verify)
+
+
+def _tokens(said: str) -> int:
+    thousands = said.endswith("k")
+    return int(said.removesuffix("k")) * (1000 if thousands else 1)
 
 
 def _run_verify(arguments: argparse.Namespace) -> int:

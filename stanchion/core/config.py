@@ -197,7 +197,7 @@ def _check_parallel(config: Config) -> None:
         raise ConfigError("kv.disk_cache with parallel.cp above 1: ranks have no disks yet")
     if parallel.layer_split and cluster.prefill and config.kv.check != "off":
         raise ConfigError(
-            "kv.check with parallel.layer_split and cluster.prefill: ranks make no digests of what "
+            "kv.check with parallel.layer_split on a prefill worker: ranks make no digests of what "
             "they send yet"
         )
 

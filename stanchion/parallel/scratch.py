@@ -50,7 +50,8 @@ class Scratch:
 def _slot(schema: Schema, door: Door, layers: tuple[int, ...], pages: int) -> ByLayer:
     """One run of memory, as each layer would have its rows in it."""
     rows = pages * schema.page_tokens
-    size = max(sum(one.row_bytes for one in schema.behind(layer, door)) for layer in layers)
+    sizes = [sum(one.row_bytes for one in schema.behind(layer, door)) for layer in layers]
+    size = max(sizes, default=0)
     memory = torch.zeros(rows * size, dtype=torch.uint8)
     found: dict[int, Rows] = {}
     for layer in layers:

@@ -300,15 +300,13 @@ def test_a_worker_that_nobody_could_reach_is_refused_at_start() -> None:
         assert message in done.stderr
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_worker_that_hands_over_keeps_all_layers(role: str) -> None:
-    """Only its rank 0 sends, or is written to: with LayerSplit half of the layers would lack."""
-    command = [sys.executable, "-m", "stanchion.cli.main", "worker", "hashed", "--role", role]
-    more = ["--join", "ipc:///tmp/nobody", "--cp", "2", "--layer-split"]
+def test_a_prefill_worker_of_ranks_that_split_layers_makes_no_digests() -> None:
+    command = [sys.executable, "-m", "stanchion.cli.main", "worker", "hashed", "--role", "prefill"]
+    more = ["--join", "ipc:///tmp/nobody", "--cp", "2", "--layer-split", "--kv-check", "full"]
     done = subprocess.run(
         [*command, *more], capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.returncode == 2 and "only workers of both" in done.stderr
+    assert done.returncode == 2 and "kv.check with parallel.layer_split" in done.stderr
 
 
 def test_settings_that_make_no_sense_are_refused_at_start() -> None:
@@ -322,8 +320,11 @@ def test_settings_that_make_no_sense_are_refused_at_start() -> None:
         (["--join", "elsewhere"], "cluster.join"),
         (["--cp", "0"], "parallel.cp"),
         (["--layer-split"], "parallel.cp of at least 2"),
-        (["--cp", "2", "--host-cache", "1"], "kv.host_cache_gib with parallel.cp"),
-        (["--cp", "2", "--layer-split", "--prefill", "1", "--decode", "1"], "parallel.layer_split"),
+        (["--cp", "2", "--host-cache", "1", "--disk-cache", "/tmp:1"], "kv.disk_cache with"),
+        (
+            ["--cp", "2", "--layer-split", "--prefill", "1", "--decode", "1", "--kv-check", "full"],
+            "kv.check with parallel.layer_split",
+        ),
     ):
         command = [sys.executable, "-m", "stanchion.cli.main", "serve", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

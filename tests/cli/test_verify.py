@@ -81,11 +81,33 @@ def test_twenty_ranks_that_die_and_twenty_that_hang() -> None:
     assert report.kills == report.stops == 20
 
 
-def test_prefill_of_several_ranks_hands_over() -> None:
-    config = load(Config(), "", ["parallel.cp=2", "cluster.prefill=1", "cluster.decode=1"])
-    report = run(config, replace(TRAFFIC, requests=200), quiet=True)
+SPLIT = ["cluster.prefill=1", "cluster.decode=1", "kv.memory_gib=0.001", "kv.host_cache_gib=0.001"]
+
+
+@pytest.mark.parametrize("sets", [["parallel.cp=2"], RANKS])
+def test_prefill_of_several_ranks_hands_over(sets: list[str]) -> None:
+    """Each rank has a host tier, smaller than the prompts; with LayerSplit each sends its own."""
+    config = load(Config(), "", [*SPLIT, *sets])
+    report = run(config, replace(TRAFFIC, requests=200, context=3000), quiet=True)
     assert report.passed, (report.wrong[:1], report.lost)
-    assert report.kv_bytes_sent > 0
+    assert report.kv_bytes_sent > 0 and report.lifted > 0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_thousands_of_handoffs_from_ranks_that_split_layers() -> None:
+    config = load(Config(), "", [*SPLIT, *RANKS, "cluster.prefill_deadline_s=2"])
+    asked = Asked(seed=5, requests=5000, context=6000, variety=1500, concurrency=16, abort_one_in=5)
+    report = run(config, replace(asked, kills=5, stops=5), quiet=True)
+    assert report.passed, (report.wrong[:1], report.lost)
+    assert report.lifted > 0 and report.kills == report.stops == 5
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_ranks_that_split_layers_serve_long_contexts() -> None:
+    command = ["verify", "--cp", "2", "--layer-split", "--context", "70k"]
+    assert main([*command, "--requests", "300", "--concurrency", "8"]) == 0
 
 
 @pytest.mark.parametrize("failpoint", ["scratch_refilled_under_reader", "index_broadcast_skipped"])
