@@ -26,7 +26,7 @@ from stanchion.disagg.assemble import lane_of
 from stanchion.engine.follower import Follower, Item, Over, Rang
 from stanchion.engine.orders import Report
 from stanchion.engine.orders import encode as encode_report
-from stanchion.engine.ranks import Ranks, owners
+from stanchion.engine.ranks import FEW, Ranks, owners
 from stanchion.engine.tierplan import compute_stream, copier_of, host_arena
 from stanchion.kv.store import Store
 from stanchion.parallel.group import GlooGroup, RankLost
@@ -71,6 +71,7 @@ def meet(rank: int, config: Config, meeting: str, failpoints: frozenset[str]) ->
         exchange.broadcast(torch.zeros(1, dtype=torch.uint8), Rank(root))
     if broadcast is None:
         return Ranks(exchange, parallel.split)  # type: ignore[arg-type]  # config.check saw to it
+    few = 0 if config.lab.rows_to_queries else FEW
     return Ranks(
         exchange,
         parallel.split,  # type: ignore[arg-type]
@@ -79,6 +80,7 @@ def meet(rank: int, config: Config, meeting: str, failpoints: frozenset[str]) ->
         failpoints,
         config.lab.slow_broadcast_ms / 1000,
         time.sleep,
+        few,
     )
 
 

@@ -98,6 +98,9 @@ class Lab:
     failpoints: Annotated[str, "historic faults to bring back, comma separated; never in use"] = ""
     slow_transfer_ms: Annotated[float, "hold every KV write back so long; harmless"] = 0.0
     slow_broadcast_ms: Annotated[float, "hold every broadcast of KV back so long; harmless"] = 0.0
+    rows_to_queries: Annotated[
+        bool, "with layer_split decode steps have rows sent to them, as prefill has; to compare"
+    ] = False
     slow_load: Annotated[
         str, "LAYER/DOOR:MS, ... holds such loads from the host back; * for all; harmless"
     ] = ""

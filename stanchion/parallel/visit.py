@@ -22,6 +22,8 @@ from stanchion.parallel.split import Rank
 
 ARRAYS_MAX = 4
 SIZES_MAX = 4
+DESCRIBED_BYTES = ARRAYS_MAX * (2 + SIZES_MAX) * 8
+FRAME_BYTES = 16 * 2**10  # goes at once: what is longer takes a second broadcast
 KINDS = ("int32", "int64", "uint64", "float32")
 
 
@@ -46,18 +48,23 @@ class Visiting:
         return self._hear(owner)
 
     def _tell(self, found: Found, owner: Rank) -> None:
-        self._group.broadcast(torch.from_numpy(_described(found).view(np.uint8)), owner)
-        flat = np.concatenate([np.ascontiguousarray(one).view(np.uint8).ravel() for one in found])
-        self._group.broadcast(torch.from_numpy(flat), owner)
+        flat = [np.ascontiguousarray(one).view(np.uint8).ravel() for one in found]
+        said = np.concatenate([_described(found).view(np.uint8).ravel(), *flat])
+        frame = np.zeros(FRAME_BYTES, np.uint8)
+        frame[: len(said)] = said[:FRAME_BYTES]
+        self._group.broadcast(torch.from_numpy(frame), owner)
+        self._group.broadcast(torch.from_numpy(said[FRAME_BYTES:]), owner)
 
     def _hear(self, owner: Rank) -> Found:
-        said = np.empty((ARRAYS_MAX, 2 + SIZES_MAX), np.int64)
-        self._group.broadcast(torch.from_numpy(said.view(np.uint8)), owner)
-        shapes = [(KINDS[one[0]], tuple(one[2 : 2 + one[1]])) for one in said if one[0] >= 0]
+        frame = np.empty(FRAME_BYTES, np.uint8)
+        self._group.broadcast(torch.from_numpy(frame), owner)
+        lines = frame[:DESCRIBED_BYTES].view(np.int64).reshape(ARRAYS_MAX, -1)
+        shapes = [(KINDS[one[0]], tuple(one[2 : 2 + one[1]])) for one in lines if one[0] >= 0]
         sizes = [int(np.prod(shape)) * np.dtype(kind).itemsize for kind, shape in shapes]
-        flat = np.empty(sum(sizes), np.uint8)
-        self._group.broadcast(torch.from_numpy(flat), owner)
-        parts = np.split(flat, np.cumsum(sizes)[:-1])
+        rest = np.empty(max(DESCRIBED_BYTES + sum(sizes) - FRAME_BYTES, 0), np.uint8)
+        self._group.broadcast(torch.from_numpy(rest), owner)
+        flat = np.concatenate([frame[DESCRIBED_BYTES:], rest])
+        parts = np.split(flat, np.cumsum(sizes))
         return tuple(part.view(kind).reshape(shape) for part, (kind, shape) in zip(parts, shapes))
 
 

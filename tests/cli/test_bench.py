@@ -238,7 +238,7 @@ def test_each_measure_of_tiers_runs(
 
 def test_owners_send_what_passes_need_and_no_more() -> None:
     """Over real ranks; the count of what is needed does not come from the sender."""
-    bench = layersplit.Bench(model_folder("tiny"), layersplit.Sizes(1, 1, 1, 1))
+    bench = layersplit.Bench(model_folder("tiny"), layersplit.Sizes(1, 1, 1, 1, 1))
     bench.prepare([])
     with torch.inference_mode():
         sent, capacity = bench.bytes_sent(), bench.capacity()

@@ -5,10 +5,8 @@ Both sides have real processes, the same bytes of KV a rank, and the same reques
 by a seed. Nine tokens of ten are a prefix of the request's session and one of ten is new. One
 budget holds for all lengths: that at which replicated storage just holds the working set at 5k.
 
-Predicted, before the first run, for sessions asked in random order and tokens that each cost the
-same: a request computes its new tenth, and what of its prefix is not kept. Replicated storage keeps
-5k / length of the working set, split storage twice that, so the gain at 5k is 1, at 10k
-(0.1 + 0.9 / 2) / 0.1 = 5.5, and at 15k (0.1 + 0.9 * 2/3) / (0.1 + 0.9 / 3) = 1.75.
+Gains are predicted first (`sim/perf`): what a flight costs is fitted to a few requests on either
+side, none of them of a session; hits and evictions are those of the real engine.
 """
 
 from __future__ import annotations
@@ -17,33 +15,29 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from stanchion.cli.bench.measure import Measure, interleave
+from stanchion.cli.bench.ranked import CHUNK_TOKENS, PAGE_TOKENS, RANKS, Side, pages_of
 from stanchion.cli.bench.sides import corpus
-from stanchion.cli.bench.waiting import Waiting
-from stanchion.cli.ranks import Followers
-from stanchion.core.config import Config, load
+from stanchion.cli.bench.waiting import watch
 from stanchion.core.errors import Bug
-from stanchion.core.messages import Ended, Start, Tokens
-from stanchion.core.outcome import Completed
-from stanchion.core.request import Sampling
-from stanchion.engine.assemble import Parts, assemble, pages_that_fit
-from stanchion.engine.others import Others
-from stanchion.engine.ranks import Ranked, owners
-from stanchion.engine.scheduler import Limits
+from stanchion.engine.assemble import pages_that_fit
+from stanchion.engine.ranks import owners
+from stanchion.kv.schema import DOORS, Door
 from stanchion.model.load import load_glm
 from stanchion.model.text import Model
+from stanchion.sim.perf import Cost, Simulated, Work
 
-PAGE_TOKENS = 16
-RANKS = 2
-CHUNK_TOKENS = 2048
-SHORT, MIDDLE, LONG = 5120, 10240, 15360
+SHORT, LONG = 5120, 15360
+LENGTHS = (SHORT, 7680, 10240, 12800, LONG)
 FITS_PREFIX, FITS_NEW = 8192, 2047  # with the position that is redone, one chunk
+VERY_LONG = 122_880  # the report's 120K, not divided
+CALIBRATION = (1024, 2048, 4096, 6144, 8192)  # cold prompts
 
 
 @dataclass(frozen=True)
@@ -52,10 +46,11 @@ class Sizes:
     requests: int  # of a run, after each session was asked once
     repeats: int
     fits_repeats: int
+    calibrations: int  # of each length
 
 
-FULL = Sizes(sessions=4, requests=12, repeats=3, fits_repeats=9)
-QUICK = Sizes(sessions=3, requests=4, repeats=1, fits_repeats=2)
+FULL = Sizes(sessions=4, requests=12, repeats=3, fits_repeats=9, calibrations=3)
+QUICK = Sizes(sessions=4, requests=4, repeats=1, fits_repeats=2, calibrations=1)
 
 
 class Bench:
@@ -63,28 +58,107 @@ class Bench:
         self.sizes = sizes
         self.corpus = corpus(folder)
         self.folder = folder
-        self.measures: dict[str, Callable[[], Measure]] = {
-            "gain_short": partial(self.gain, "gain_short", SHORT, 1.0, 1.10),
-            "gain_middle": partial(self.gain, "gain_middle", MIDDLE, None, None),
-            "gain_long": partial(self.gain, "gain_long", LONG, 1.5, 2.32),
+        self.predicted: dict[int, float] = {}
+        self.gained: dict[int, float] = {}
+        targets = {SHORT: ("gain_short", 1.0, 1.10), LONG: ("gain_long", 1.5, 2.32)}
+        self.measures: dict[str, Callable[[], Measure]] = {"predicted_gain_long": self.predict}
+        for length in LENGTHS:
+            name, gate, aim = targets.get(length, (f"gain_{length}", None, None))
+            self.measures[name] = partial(self.gain, name, length, gate, aim)
+        self.measures |= {
+            "prediction_error": self.prediction_error,
+            "gain_long_cp4": partial(self.gain, "gain_long_cp4", LONG, None, None, ranks=4),
+            "gain_long_host": partial(self.gain, "gain_long_host", LONG, None, None, host=True),
+            "cost_at_120k": self.very_long,
             "cost_where_it_fits_2k": self.fits,
+            "decode_over_rows_sent": self.decode,
             "capacity": self.capacity,
+            "index_over_kv": self.index_bytes,
             "bytes_over_needed": self.bytes_sent,
-            "exposed_wait": self.exposed,
+            "exposed_wait": partial(self.exposed, "exposed_wait", ("index", "attend"), 0.03),
+            "exposed_wait_index": partial(self.exposed, "exposed_wait_index", ("index",), None),
         }
 
     def prepare(self, names: Sequence[str]) -> None:
         self.model: Model = load_glm(self.folder, PAGE_TOKENS)[0]
 
+    # ---- predicted --------------------------------------------------------------------------
+
+    def predict(self) -> Measure:
+        """The gain at each length, worked out before it is measured."""
+        measure = Measure("predicted_gain_long", "x", "value")
+        costs = {split: self._cost(split) for split in (True, False)}
+        for length in LENGTHS:
+            seconds = {split: self._predicted_s(split, costs[split], length) for split in costs}
+            self.predicted[length] = seconds[False] / seconds[True]
+        measure.ours = [self.predicted[LONG]]
+        said = ", ".join(f"{length}: {gain:.3f}" for length, gain in self.predicted.items())
+        measure.note = f"{said}; costs split {costs[True]}, replicated {costs[False]}"
+        return measure
+
+    def _cost(self, split: bool) -> Cost:
+        works, seconds = [], []
+        with closing(self._side(split, 2 * self.budget)) as side:
+            side.ask(self.corpus[:1024])
+            for length in CALIBRATION * self.sizes.calibrations:
+                simulated = Simulated(2 * length, PAGE_TOKENS, CHUNK_TOKENS)
+                simulated.ask(self.corpus[:length])
+                side.parts.engine.tree.flush()
+                gc.collect()
+                began = time.perf_counter()
+                side.ask(self.corpus[:length])
+                seconds.append(time.perf_counter() - began)
+                works.append(simulated.work)
+        return Cost.fitted(works, seconds)
+
+    def _predicted_s(self, split: bool, cost: Cost, length: int) -> float:
+        pages = pages_of(self.model, split, RANKS, self.budget)
+        total = Work()
+        for prompts in self._runs(length):
+            one = Simulated(pages, PAGE_TOKENS, CHUNK_TOKENS)
+            for at, prompt in enumerate(prompts):
+                if at == self.sizes.sessions:  # each was asked once
+                    one.work = Work()
+                one.ask(prompt)
+            total += one.work
+        return cost.seconds(total)
+
+    def prediction_error(self) -> Measure:
+        """The largest, in parts of what was measured."""
+        measure = Measure("prediction_error", "share", "value", gate=0.15, at_least=False)
+        if not self.predicted:
+            self.predict()
+        for length in LENGTHS:
+            if length not in self.gained:
+                self.gain("", length, None, None)
+        errors = {one: abs(self.predicted[one] / self.gained[one] - 1) for one in LENGTHS}
+        measure.ours = [max(errors.values())]
+        measure.note = ", ".join(f"{length}: {error:.3f}" for length, error in errors.items())
+        return measure
+
     # ---- sessions ---------------------------------------------------------------------------
 
-    def gain(self, name: str, length: int, gate: float | None, aim: float | None) -> Measure:
+    @property
+    def budget(self) -> int:
+        """Bytes of KV a rank."""
+        return self.sizes.sessions * SHORT * self.model.schema.row_bytes
+
+    def gain(
+        self,
+        name: str,
+        length: int,
+        gate: float | None,
+        aim: float | None,
+        ranks: int = RANKS,
+        host: bool = False,
+    ) -> Measure:
         """Tokens of prompts a second, split over replicated."""
         measure = Measure(name, "tokens/s", "rate", gate=gate, aim=aim)
         with ExitStack() as stack:
-            budget = self.sizes.sessions * SHORT * self.model.schema.row_bytes
-            split = stack.enter_context(closing(self._side(True, budget)))
-            whole = stack.enter_context(closing(self._side(False, budget)))
+            split, whole = (
+                stack.enter_context(closing(self._side(one, self.budget, ranks, host)))
+                for one in (True, False)
+            )
             runs = self._runs(length)
             at = {id(split): 0, id(whole): 0}
 
@@ -98,11 +172,16 @@ class Bench:
             )
             if split.answers != whole.answers:
                 raise Bug("two sides were given the same requests, and answered differently")
-            sizes = self.sizes
-            measure.note = (
-                f"{length} tokens, {sizes.sessions} sessions, {sizes.requests} requests a run; of "
-                f"the prefixes found: split {split.found:.2f}, replicated {whole.found:.2f}"
-            )
+        sizes = self.sizes
+        working = sizes.sessions * length * self.model.schema.row_bytes / self.budget
+        if ranks == RANKS and not host:
+            self.gained[length] = measure.result
+        measure.note = (
+            f"{length} tokens, {sizes.sessions} sessions, {sizes.requests} requests a run, {ranks} "
+            f"ranks, working set {working:.2f} of what replicated storage holds; of the prefixes "
+            f"(0.9 of the tokens) found: split {split.found:.2f}, replicated {whole.found:.2f}; "
+            f"tokens computed a second: {split.computed_rate:.0f} and {whole.computed_rate:.0f}"
+        )
         return measure
 
     def _runs(self, length: int) -> list[list[list[int]]]:
@@ -123,8 +202,15 @@ class Bench:
             runs.append(prompts)
         return runs
 
-    def _side(self, layer_split: bool, budget: int) -> Side:
-        return Side(self.model, layer_split, budget, self.sizes.sessions)
+    def _side(
+        self,
+        layer_split: bool,
+        budget: int,
+        ranks: int = RANKS,
+        host: bool = False,
+        sets: Sequence[str] = (),
+    ) -> Side:
+        return Side(self.model, layer_split, budget, self.sizes.sessions, ranks, host, sets)
 
     # ---- one request ------------------------------------------------------------------------
 
@@ -139,6 +225,54 @@ class Bench:
                 self.sizes.fits_repeats,
             )
         measure.note = f"{FITS_NEW} new tokens after {FITS_PREFIX} that are kept, {RANKS} ranks"
+        return measure
+
+    def very_long(self) -> Measure:
+        """One request of the report's largest size, all of its prefix kept: its time."""
+        measure = Measure("cost_at_120k", "s", "cost", at_least=False)
+        measure.other = []
+        prefix = VERY_LONG * 9 // 10 // PAGE_TOKENS * PAGE_TOKENS
+        many = -(-VERY_LONG // len(self.corpus)) * self.corpus
+        for split, times in ((True, measure.ours), (False, measure.other)):
+            budget = (VERY_LONG + CHUNK_TOKENS) * self.model.schema.row_bytes
+            with closing(self._side(split, budget)) as side:
+                side.ask(many[:prefix])
+                began = time.perf_counter()
+                found = side.ask([*many[:prefix], *many[7 : 7 + VERY_LONG - prefix]])
+                times.append(time.perf_counter() - began)
+                if found != prefix:
+                    raise Bug(f"{found} of {prefix} tokens were found")
+        measure.note = f"{VERY_LONG - prefix} new tokens after {prefix} that are kept; one run"
+        return measure
+
+    def decode(self) -> Measure:
+        """A verify step of a long context: queries go to the rows, or rows to the queries."""
+        measure = Measure("decode_over_rows_sent", "s a step", "time")
+        budget = 2 * LONG * self.model.schema.row_bytes
+        sets = ("lab.rows_to_queries=true",)
+        with (
+            closing(self._side(True, budget)) as ours,
+            closing(self._side(True, budget, sets=sets)) as other,
+        ):
+            prompt = self.corpus[:LONG]
+            interleave(
+                measure,
+                partial(ours.step_s, prompt),
+                partial(other.step_s, prompt),
+                self.sizes.fits_repeats,
+            )
+        measure.note = f"{LONG} tokens of context, one request"
+        return measure
+
+    def index_bytes(self) -> Measure:
+        """What goes before a layer's index keys can be read, over what goes beside it."""
+        measure = Measure("index_over_kv", "bytes", "value")
+        doors = {
+            door: sum(one.row_bytes for one in self.model.schema.buffers if one.door == door)
+            for door in DOORS
+        }
+        measure.ours = [doors["index"] / doors["attend"]]
+        measure.note = "of this model; the report says about 1/8 of GLM-5.1"
         return measure
 
     def capacity(self) -> Measure:
@@ -162,17 +296,16 @@ class Bench:
         measure.note = "whole pages go, and passes need rows"
         return measure
 
-    def exposed(self) -> Measure:
+    def exposed(self, name: str, doors: Sequence[Door], aim: float | None) -> Measure:
         """The share of a step in which rank 0 stood still for a broadcast."""
-        measure = Measure("exposed_wait", "share", "value", aim=0.03, at_least=False)
+        measure = Measure(name, "share", "value", aim=aim, at_least=False)
         with closing(self._large(True)) as split:
-            waiting = Waiting()
-            split.parts.stream.queue = waiting
+            waiting = watch(split.parts.stream)
             self._more(split)
             for _ in range(self.sizes.fits_repeats):
-                waiting.seconds = 0.0
+                waiting.reset()
                 took = self._more(split)
-                measure.ours.append(waiting.seconds / took)
+                measure.ours.append(sum(waiting.by_door[door] for door in doors) / took)
         measure.note = "two cores: the thread that sends and the rank that computes share one"
         return measure
 
@@ -190,81 +323,3 @@ class Bench:
         began = time.perf_counter()
         side.ask(prompt)
         return time.perf_counter() - began
-
-
-@dataclass
-class Side:
-    """A worker's rank 0 in this process, and its others in theirs. `budget` is bytes a rank."""
-
-    model: Model
-    layer_split: bool
-    budget: int
-    sessions: int
-    asked: int = 0
-    answers: list[list[int]] = field(default_factory=list)
-    needed: int = 0
-    _cached: int = 0
-    _prefixes: int = 0
-
-    def __post_init__(self) -> None:
-        sets = [f"parallel.cp={RANKS}", f"parallel.layer_split={str(self.layer_split).lower()}"]
-        config = load(Config(), "", [*sets, f"kv.page_tokens={PAGE_TOKENS}"])
-        schema = self.model.schema
-        each = owners(schema, RANKS).page_bytes(schema) if self.layer_split else schema.page_bytes
-        pages = pages_that_fit(each, self.budget / 2**30)
-        self.followers = Followers(config, frozenset())
-        ranks = self.followers.start(pages)
-        limits = Limits(chunk_tokens=CHUNK_TOKENS, draft_tokens=3)
-        self.parts: Parts = assemble(
-            self.model, limits, pages, ranks=ranks, others=Others(self.followers)
-        )
-
-    def rate(self, prompts: list[list[int]]) -> float:
-        """Prompt tokens a second, once each session was asked."""
-        self.parts.engine.tree.flush()
-        for prompt in prompts[: self.sessions]:
-            self.ask(prompt)
-        gc.collect()
-        began = time.perf_counter()
-        for prompt in prompts[self.sessions :]:
-            self._cached += self.ask(prompt)
-            self._prefixes += len(prompt) * 9 // 10
-        took = time.perf_counter() - began
-        return sum(len(one) for one in prompts[self.sessions :]) / took
-
-    def ask(self, prompt: list[int]) -> int:
-        """Answer it with one token. Return how many of its tokens were found."""
-        self.asked += 1
-        sampling = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
-        heard = [Start(request=f"r{self.asked}", tokens=prompt, sampling=sampling)]
-        engine, found = self.parts.engine, 0
-        answer: list[int] = []
-        while heard or engine.busy:
-            for one in engine.step(heard):
-                if isinstance(one, Tokens):
-                    answer += one.tokens
-                    found = one.cached_tokens
-                elif isinstance(one, Ended) and not isinstance(one.outcome, Completed):
-                    raise Bug(f"{one.request} ended as {one.outcome}")
-            heard = []
-        self.answers.append(answer)
-        self.needed += self._rows(len(prompt), found) * self.model.schema.row_bytes
-        return found
-
-    def _rows(self, prompt: int, found: int) -> int:
-        """Rows of earlier passes that the prompt's chunks needed: the last position that was found
-        is computed again, for its hidden state."""
-        return sum(range(max(found - 1, 0), prompt, CHUNK_TOKENS))
-
-    @property
-    def found(self) -> float:
-        return self._cached / max(1, self._prefixes)
-
-    @property
-    def sent(self) -> int:
-        ranked = self.parts.runner.model
-        assert isinstance(ranked, Ranked) and ranked.broadcasts is not None
-        return ranked.broadcasts.bytes_sent
-
-    def close(self) -> None:
-        self.followers.close()

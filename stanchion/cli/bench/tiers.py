@@ -23,7 +23,7 @@ from stanchion.cli.bench.hostcopy import Board
 from stanchion.cli.bench.measure import Measure, interleave, paired
 from stanchion.cli.bench.sessions import Session, sessions
 from stanchion.cli.bench.sides import corpus
-from stanchion.cli.bench.waiting import Waiting
+from stanchion.cli.bench.waiting import watch
 from stanchion.cli.settings import SWITCH_S
 from stanchion.core.errors import Bug, ConfigError
 from stanchion.core.messages import Ended, Start, Tokens
@@ -144,12 +144,11 @@ class Bench:
         """The share of a host hit's time to first token in which the engine stood at a door."""
         measure = Measure("exposed_wait", "share of TTFT", "value", aim=0.10, at_least=False)
         with closing(self._warmed()) as side:
-            waiting = Waiting()
-            side.parts.stream.queue = waiting
+            waiting = watch(side.parts.stream)
 
             def share() -> float:
                 side.leave_device()
-                waiting.seconds = 0.0
+                waiting.reset()
                 took = side.first_token_s(self._prompt(side.asked))
                 return waiting.seconds / took
 
