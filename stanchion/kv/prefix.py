@@ -2,15 +2,16 @@
 
 One node is one page. Its key chains the identity and all tokens before it, at full width, and the
 page's tokens are compared on a hit, so a collision is a miss. Only pages complete in all layers
-enter; tail pages never do. The tree holds its own pin on each page; pages that nobody else holds
-are given back least recently used first, leaves before their parents.
+enter; tail pages never do. The tree holds its own pin on each page, and gives back pages that nobody
+else holds, leaves before their parents: the longest unused first, where a page that was ever found
+counts as used more lately than one that only its maker had.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ from stanchion.kv.pages import PagePool, Pin
 
 Tokens = NDArray[np.int32]
 Chain = Callable[[Digest, bytes], Digest]
+FOUND_LASTS = 8  # so many times longer does a page stay unused that was found
 
 
 @dataclass(eq=False)
@@ -32,10 +34,14 @@ class Node:
     pin: Pin
     used: int  # the tree's clock when it was last found
     children: int = 0
+    found: bool = False  # by somebody after its maker
 
     @property
     def page(self) -> int:
         return int(self.pin.pages[0])
+
+
+Leaves = list[tuple[int, int, Node]]
 
 
 class PrefixTree:
@@ -44,8 +50,9 @@ class PrefixTree:
         self._pool = pool
         self._link = link
         self._nodes: dict[Digest, Node] = {}
-        # Leaves by last use. An entry is stale once its node was used again, got a child, or left.
-        self._leaves: list[tuple[int, int, Node]] = []
+        # Leaves by last use: those never found, and the others. An entry is stale once its node was
+        # used again, got a child, or left.
+        self._leaves: tuple[Leaves, Leaves] = ([], [])
         self._clock = 0
         self._serial = 0
         self.on_evict: Callable[[list[Node]], None] | None = None  # before their pages are free
@@ -75,7 +82,7 @@ class PrefixTree:
             node = self._nodes.get(key)
             if node is None or node.tokens != self.page_bytes(tokens, at):
                 break
-            node.used = self._clock
+            node.used, node.found = self._clock, True
             found.append(node)
         if found and not found[-1].children:
             self._offer(found[-1])
@@ -113,10 +120,7 @@ class PrefixTree:
         leaves before their parents. Return how many."""
         gone: list[Node] = []
         held = []
-        while len(gone) < count and self._leaves:
-            used, _, node = heappop(self._leaves)
-            if node.children or node.used != used or self._nodes.get(node.key) is not node:
-                continue
+        while len(gone) < count and (node := self._next_to_go()) is not None:
             if int(self._pool.counts(node.pin.pages)[0]) > 1:
                 held.append(node)  # in use: it counts as used now
                 continue
@@ -157,14 +161,32 @@ class PrefixTree:
             if not parent.children:
                 self._offer(parent)
 
+    def _next_to_go(self) -> Node | None:
+        """Take the leaf that leaves next from its heap."""
+        for leaves in self._leaves:
+            while leaves and self._stale(*leaves[0]):
+                heappop(leaves)
+        once, again = self._leaves
+        if once and again:
+            ages = self._clock - once[0][0], self._clock - again[0][0]
+            return heappop(once if ages[0] * FOUND_LASTS >= ages[1] else again)[2]
+        return heappop(once or again)[2] if once or again else None
+
+    def _stale(self, used: int, serial: int, node: Node) -> bool:
+        left = self._nodes.get(node.key) is not node
+        return left or node.used != used or node.children > 0
+
     def _offer(self, leaf: Node) -> None:
-        if len(self._leaves) > 4 * len(self._nodes) + 64:  # mostly stale: start afresh
-            kept = [node for node in self._nodes.values() if not node.children]
-            self._leaves = [(node.used, at, node) for at, node in enumerate(kept, self._serial)]
-            self._serial += len(kept)
-            heapify(self._leaves)
+        if sum(map(len, self._leaves)) > 4 * len(self._nodes) + 64:  # mostly stale: start afresh
+            self._leaves = ([], [])
+            for node in self._nodes.values():
+                if not node.children and node is not leaf:
+                    self._push(node)
+        self._push(leaf)
+
+    def _push(self, leaf: Node) -> None:
         self._serial += 1
-        heappush(self._leaves, (leaf.used, self._serial, leaf))
+        heappush(self._leaves[leaf.found], (leaf.used, self._serial, leaf))
 
     def page_bytes(self, tokens: Tokens, at: int) -> bytes:
         """The tokens of one whole page, as its key and its record have them."""
