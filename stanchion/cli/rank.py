@@ -23,6 +23,7 @@ from stanchion.core.config import Config
 from stanchion.core.errors import ServeError
 from stanchion.device.cpu import ThreadQueue
 from stanchion.disagg.assemble import lane_of
+from stanchion.disagg.check import Mode
 from stanchion.engine.follower import Follower, Item, Over, Rang
 from stanchion.engine.orders import Report
 from stanchion.engine.orders import encode as encode_report
@@ -103,8 +104,9 @@ def run(plan: RankPlan) -> int:
         side = ranks.side(model, store, compute_stream(model.schema, tiers))
         lane, bell = None, None
         if plan.sends:
-            cluster = config.cluster
-            lane, bell = lane_of(store, cluster.transport, config.lab.slow_transfer_ms)
+            check: Mode = config.kv.check  # type: ignore[assignment]  # config.check saw to it
+            slow_ms = config.lab.slow_transfer_ms
+            lane, bell = lane_of(store, side.compute, check, config.cluster.transport, slow_ms)
         if tiers is not None or plan.sends:
             sys.setswitchinterval(SWITCH_S)
         copier = None

@@ -74,8 +74,6 @@ def _run(plan: WorkerPlan, peer_key: str) -> int:
     followers = None
     if config.parallel.cp > 1 and plan.role != "decode":
         sends = layer_split and plan.role == "prefill"
-        if sends and config.kv.check != "off":
-            raise ConfigError("kv.check with parallel.layer_split on a prefill worker: not yet")
         followers = Followers(config, failpoints.ranks, sends)
     parts, hello = build(plan, failpoints.engine, followers)
     context: zmq.Context[Socket] = zmq.Context()

@@ -14,7 +14,8 @@ import numpy as np
 
 from stanchion.core.errors import ConfigError
 from stanchion.core.messages import Role
-from stanchion.disagg.check import Check, Mode
+from stanchion.device.stream import Stream
+from stanchion.disagg.check import Check, DigestsOf, Mode
 from stanchion.disagg.decode import FAILPOINTS, DecodeSide
 from stanchion.disagg.lanes import RankedLane, TransferLane
 from stanchion.disagg.peer import Target, Times
@@ -130,10 +131,14 @@ def unified_side(parts: Parts) -> UnifiedSide:
     return UnifiedSide(parts.engine)
 
 
-def lane_of(store: Store, transport: str, slow_ms: float) -> tuple[TransferLane, int]:
+def lane_of(
+    store: Store, stream: Stream, check: Mode, transport: str, slow_ms: float
+) -> tuple[TransferLane, int]:
     """A rank's own, and the descriptor that is readable when a write has ended."""
     transfer = _transfer(store, transport, slow_ms)
-    return TransferLane(transfer, Sender(store, transfer)), transfer.fileno()
+    digests_of = _digests_of(store, stream, check)
+    lane = TransferLane(transfer, Sender(store, transfer), store.schema.page_tokens, digests_of)
+    return lane, transfer.fileno()
 
 
 def prefill_side(
@@ -141,7 +146,9 @@ def prefill_side(
 ) -> tuple[PrefillSide, int]:
     """The side, and the descriptor that is readable when a write of this process has ended. With
     `owners` each layer is sent by its own."""
-    mine, bell = lane_of(parts.store, post.transport, post.slow_transfer_ms)
+    mine, bell = lane_of(
+        parts.store, parts.stream, post.check, post.transport, post.slow_transfer_ms
+    )
     lane: Lane = mine
     if others is not None and owners is not None:
         lane = RankedLane(mine, others, owners)
@@ -205,10 +212,15 @@ def _target(parts: Parts, post: Post) -> Target:
 
 
 def _check(parts: Parts, post: Post) -> Check:
-    schema = parts.store.schema
-    if post.check == "off":
-        return Check("off", schema)
-    digests_of = partial(page_digests, parts.store, parts.stream)
+    schema = parts.runner.model.schema  # whole, whatever this rank keeps of it
+    return Check(post.check, schema, _digests_of(parts.store, parts.stream, post.check))
+
+
+def _digests_of(store: Store, stream: Stream, check: Mode) -> DigestsOf | None:
+    if check == "off":
+        return None
+    digests_of = partial(page_digests, store, stream)
     nothing = np.zeros(1, np.int32)
-    digests_of(0, nothing, nothing)  # compiled before the first request
-    return Check(post.check, schema, digests_of)
+    layer = min(one.layer for one in store.schema.buffers)
+    digests_of(layer, nothing, nothing)  # compiled before the first request
+    return digests_of

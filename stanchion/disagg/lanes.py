@@ -7,10 +7,11 @@ is rank 0's: it counts writes, and a write has ended when the rank that made it 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from stanchion.core.errors import Bug
+from stanchion.disagg.check import DigestsOf
 from stanchion.engine.orders import Connect, Connected, Cut, Disconnect, Sent, send_of
 from stanchion.engine.others import Others
 from stanchion.kv.transfer.words import Invitation, Transfer, TransferError, Write, WriteEnded
@@ -24,10 +25,14 @@ class Sends(Protocol):
 
 @dataclass
 class TransferLane:
-    """A transfer, and the doors of our own pages in front of it."""
+    """A transfer, and the doors of our own pages in front of it. `digests_of` is there where pages
+    are checked."""
 
     transfer: Transfer
     sender: Sends
+    page_tokens: int
+    digests_of: DigestsOf | None = None
+    _digests: dict[int, bytes] = field(default_factory=dict)  # of open writes
 
     @property
     def bytes_sent(self) -> int:
@@ -40,13 +45,21 @@ class TransferLane:
         self.transfer.disconnect(peer)
 
     def send(self, write: Write) -> None:
+        if len(write.checked):
+            if self.digests_of is None:
+                raise Bug("digests are asked for where pages are not checked")
+            pages, rows = write.source[write.checked], write.rows(self.page_tokens)
+            found = self.digests_of(write.layer, pages, rows)
+            self._digests[write.number] = found.astype("<u8").tobytes()
         self.sender.send(write)
 
     def cut(self, numbers: Sequence[int]) -> None:
         self.transfer.cut(numbers)
 
     def poll(self) -> list[WriteEnded]:
-        return self.transfer.poll()
+        return [
+            replace(one, digests=self._digests.pop(one.number, b"")) for one in self.transfer.poll()
+        ]
 
 
 @dataclass
@@ -114,5 +127,7 @@ class RankedLane:
     def _sent(self, rank: int, report: Sent) -> None:
         if self._open.pop(report.number, None) != rank:
             raise Bug(f"rank {rank} ended write {report.number}, which it was not told to make")
-        self._bytes[rank] = report.bytes
-        self._ended.append(WriteEnded(report.number, report.whole, report.stray, report.why))
+        self._bytes[rank] = report.total
+        self._ended.append(
+            WriteEnded(report.number, report.whole, report.stray, report.why, report.digests)
+        )

@@ -123,6 +123,7 @@ class PrefillSide:
     sessions: dict[int, Session] = field(default_factory=dict)
     _names: dict[str, tuple[Session, Sending]] = field(default_factory=dict)  # in the engine
     _writes: dict[int, tuple[Session, Sending, int]] = field(default_factory=dict)  # in the lane
+    _checked: dict[int, tuple[int, NDArray[np.int64]]] = field(default_factory=dict)  # what of them
     _heard: list[Start | Abort] = field(default_factory=list)
     _begun: int = 0
     _reaped_at: float | None = None
@@ -317,18 +318,15 @@ class PrefillSide:
         first = sending.sent[layer]
         if upto <= first or sending.state.phase != "open":
             return
-        rows = rows_of(sending.prompt_tokens, first, self.engine.ready.page_tokens)[: upto - first]
-        source = sending.source[first:upto]
+        rows = rows_of(sending.prompt_tokens, first, self.engine.ready.page_tokens)
         begin, past = first - sending.first_page, upto - sending.first_page
         places = self.check.chosen(sending.number, sending.first_page, past)
         places = places[places >= begin]
-        if len(places):
-            digests = self.check.of_layer(layer, source[places - begin], rows[places - begin])
-            sending.digests[layer][:, places] = digests
         sending.sent[layer] = upto
+        self._checked[self._begun] = layer, places
         write = Write(
-            self._begun, session.number, layer, source, sending.destination[begin:past],
-            int(rows[-1]),
+            self._begun, session.number, layer, sending.source[first:upto],
+            sending.destination[begin:past], int(rows[upto - first - 1]), places - begin,
         )  # fmt: skip
         self._feed(session, sending, h.Computed(sending.state.begun), write)
 
@@ -354,6 +352,10 @@ class PrefillSide:
         for ended in self.lane.poll():
             session, sending, write = self._writes.pop(ended.number)
             del sending.writes[write]
+            layer, places = self._checked.pop(ended.number)
+            if ended.digests:
+                digests = np.frombuffer(ended.digests, "<u8").reshape(-1, len(places))
+                sending.digests[layer][:, places] = digests
             if ended.why:
                 sending.outcome = PeerLost(f"the KV could not be written: {ended.why}")
             self._feed(session, sending, h.WriteEnded(write, ended.whole, ended.stray))

@@ -196,7 +196,8 @@ class Follower:
 
     def _hear_ends(self) -> None:
         for one in self._lane.poll():
-            self.report(Sent(one.number, one.whole, one.stray, one.why, self._lane.bytes_sent))
+            total = self._lane.bytes_sent
+            self.report(Sent(one.number, one.whole, one.stray, one.why, one.digests, total))
 
     @property
     def _lane(self) -> Lane:

@@ -67,6 +67,7 @@ class Send(Struct, frozen=True, array_like=True, tag="send"):
     source: bytes  # int32
     destination: bytes  # int32
     last_rows: int
+    checked: bytes  # int64
 
 
 class Cut(Struct, frozen=True, array_like=True, tag="cut"):
@@ -93,13 +94,14 @@ class Connected(Struct, frozen=True, array_like=True, tag="connected"):
 
 
 class Sent(Struct, frozen=True, array_like=True, tag="sent"):
-    """A write is over. `bytes`: all that this rank has sent by now."""
+    """A write is over. `total`: the bytes of all that this rank has sent by now."""
 
     number: int
     whole: bool
     stray: bool
     why: str
-    bytes: int
+    digests: bytes
+    total: int
 
 
 Report = Copied | Connected | Sent
@@ -123,11 +125,14 @@ def said(array: NDArray[Any], dtype: type[np.generic]) -> bytes:
 
 def send_of(write: Write) -> Send:
     source, destination = said(write.source, np.int32), said(write.destination, np.int32)
-    return Send(write.number, write.peer, write.layer, source, destination, write.last_rows)
+    checked = said(write.checked, np.int64)
+    return Send(
+        write.number, write.peer, write.layer, source, destination, write.last_rows, checked
+    )
 
 
 def write_of(order: Send) -> Write:
     return Write(
         order.number, order.peer, order.layer, pages(order.source), pages(order.destination),
-        order.last_rows,
+        order.last_rows, array(order.checked, np.int64),
     )  # fmt: skip

@@ -2,9 +2,9 @@
 
 One node is one page. Its key chains the identity and all tokens before it, at full width, and the
 page's tokens are compared on a hit, so a collision is a miss. Only pages complete in all layers
-enter; tail pages never do. The tree holds its own pin on each page, and gives back pages that nobody
-else holds, leaves before their parents: the longest unused first, where a page that was ever found
-counts as used more lately than one that only its maker had.
+enter; tail pages never do. The tree holds its own pin on each page, and gives back pages that
+nobody else holds, leaves before their parents: the longest unused first, where a page that was ever
+found may be unused for longer than one that only its maker had.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ class PrefixTree:
                 heappop(leaves)
         once, again = self._leaves
         if once and again:
-            ages = self._clock - once[0][0], self._clock - again[0][0]
-            return heappop(once if ages[0] * FOUND_LASTS >= ages[1] else again)[2]
+            age, other = (1 + self._clock - leaves[0][0] for leaves in (once, again))
+            return heappop(once if age * FOUND_LASTS >= other else again)[2]
         return heappop(once or again)[2] if once or again else None
 
     def _stale(self, used: int, serial: int, node: Node) -> bool:

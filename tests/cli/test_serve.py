@@ -300,15 +300,6 @@ def test_a_worker_that_nobody_could_reach_is_refused_at_start() -> None:
         assert message in done.stderr
 
 
-def test_a_prefill_worker_of_ranks_that_split_layers_makes_no_digests() -> None:
-    command = [sys.executable, "-m", "stanchion.cli.main", "worker", "hashed", "--role", "prefill"]
-    more = ["--join", "ipc:///tmp/nobody", "--cp", "2", "--layer-split", "--kv-check", "full"]
-    done = subprocess.run(
-        [*command, *more], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 2 and "kv.check with parallel.layer_split" in done.stderr
-
-
 def test_settings_that_make_no_sense_are_refused_at_start() -> None:
     for arguments, message in (
         (["--draft-tokens", "9"], "engine.draft_tokens"),
@@ -321,10 +312,6 @@ def test_settings_that_make_no_sense_are_refused_at_start() -> None:
         (["--cp", "0"], "parallel.cp"),
         (["--layer-split"], "parallel.cp of at least 2"),
         (["--cp", "2", "--host-cache", "1", "--disk-cache", "/tmp:1"], "kv.disk_cache with"),
-        (
-            ["--cp", "2", "--layer-split", "--prefill", "1", "--decode", "1", "--kv-check", "full"],
-            "kv.check with parallel.layer_split",
-        ),
     ):
         command = [sys.executable, "-m", "stanchion.cli.main", "serve", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

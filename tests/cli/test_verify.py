@@ -81,12 +81,16 @@ def test_twenty_ranks_that_die_and_twenty_that_hang() -> None:
     assert report.kills == report.stops == 20
 
 
-SPLIT = ["cluster.prefill=1", "cluster.decode=1", "kv.memory_gib=0.001", "kv.host_cache_gib=0.001"]
+SPLIT = [
+    "cluster.prefill=1", "cluster.decode=1", "kv.memory_gib=0.001", "kv.host_cache_gib=0.001",
+    "kv.check=full",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("sets", [["parallel.cp=2"], RANKS])
 def test_prefill_of_several_ranks_hands_over(sets: list[str]) -> None:
-    """Each rank has a host tier, smaller than the prompts; with LayerSplit each sends its own."""
+    """Each rank has a host tier, smaller than the prompts; with LayerSplit each sends its own, and
+    says what it should be."""
     config = load(Config(), "", [*SPLIT, *sets])
     report = run(config, replace(TRAFFIC, requests=200, context=3000), quiet=True)
     assert report.passed, (report.wrong[:1], report.lost)

@@ -227,3 +227,43 @@ def test_a_schema_knows_its_bytes_and_its_doors() -> None:
     one = schema()
     assert one.row_bytes == 3 * 2 * 8 * 4 and one.page_bytes == 16 * one.row_bytes
     assert [buffer.name for buffer in one.behind(1, "attend")] == ["latent_rope"]
+
+
+# ---- who leaves -----------------------------------------------------------------------------
+
+
+def found(tree: PrefixTree, said: Tokens) -> int:
+    return len(tree.match(tree.keys(ROOT, said, []), said))
+
+
+def test_a_page_that_was_found_outlives_newer_ones_that_were_not() -> None:
+    """What an agent's next turn begins with stays; the ends of answers that nobody asks for go."""
+    pool = PagePool(20)
+    tree = PrefixTree(pool, PAGE)
+    published(pool, tree, tokens(4))
+    assert found(tree, tokens(4))
+    published(pool, tree, tokens(4, 100))
+    assert tree.evict(1) == 1
+    assert found(tree, tokens(4)) and not found(tree, tokens(4, 100))
+
+
+def test_by_last_use_alone_the_older_one_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stanchion.kv.prefix.FOUND_LASTS", 1)
+    pool = PagePool(20)
+    tree = PrefixTree(pool, PAGE)
+    published(pool, tree, tokens(4))
+    assert found(tree, tokens(4))
+    published(pool, tree, tokens(4, 100))
+    tree.evict(1)
+    assert not found(tree, tokens(4))
+
+
+def test_a_page_that_was_found_once_does_not_stay_for_ever() -> None:
+    pool = PagePool(20)
+    tree = PrefixTree(pool, PAGE)
+    published(pool, tree, tokens(4))
+    assert found(tree, tokens(4))
+    for turn in range(1, 40):
+        published(pool, tree, tokens(4, 100 * turn))
+        tree.evict(1)
+    assert not found(tree, tokens(4))

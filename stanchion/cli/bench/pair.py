@@ -102,7 +102,7 @@ def build(
     assert isinstance(prefill.lane, TransferLane)
     transfer = prefill.lane.transfer
     if unsafe:
-        prefill.lane = TransferLane(transfer, Doorless(transfer))
+        prefill.lane = TransferLane(transfer, Doorless(transfer), model.schema.page_tokens)
         parts[0].runner.on_rows = partial(_rows_ready_unpinned, prefill)
     return Pair(prefill, decode, transfer)
 

@@ -9,11 +9,13 @@ then on. Nothing but that, or a fence, is evidence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Protocol
 
 import msgspec
+import numpy as np
 from msgspec import Meta, Struct
+from numpy.typing import NDArray
 
 from stanchion.core.errors import ServeError
 from stanchion.device.stream import Pages, Queue
@@ -75,7 +77,7 @@ class Write:
     """One layer of `source` pages, into `destination` pages of `peer`'s pool.
 
     The last page has `last_rows` rows, the others are whole. Numbers are the caller's, and never
-    used twice.
+    used twice. `checked`: places in `source` of pages whose digests are to be said with its end.
     """
 
     number: int
@@ -84,6 +86,13 @@ class Write:
     source: Pages
     destination: Pages
     last_rows: int
+    checked: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    def rows(self, page_tokens: int) -> NDArray[np.int32]:
+        """Of each checked page."""
+        rows = np.full(len(self.source), page_tokens, np.int32)
+        rows[-1] = self.last_rows
+        return rows[self.checked]
 
 
 @dataclass(frozen=True)
@@ -92,13 +101,15 @@ class WriteEnded:
 
     A `stray` one broke, and what it had sent may still arrive at a target that lives. So it is no
     evidence there: the target has to fence. `why` says in words what went wrong, where something
-    did; a write that was cut has nothing to say.
+    did; a write that was cut has nothing to say. `digests`: little-endian uint64, (buffers of the
+    layer by name, checked pages), made before anything was sent.
     """
 
     number: int
     whole: bool
     stray: bool = False
     why: str = ""
+    digests: bytes = b""
 
 
 class Transfer(Queue, Protocol):
