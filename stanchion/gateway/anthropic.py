@@ -56,6 +56,7 @@ class Block(Struct, frozen=True, kw_only=True):
     name: Short | None = None
     input: dict[str, Any] | None = None
     tool_use_id: Short | None = None
+    tool_name: Short | None = None
     content: str | list[Block] | None = None
     is_error: bool | None = None
 
@@ -255,6 +256,8 @@ def _joined(where: str, blocks: Sequence[Block]) -> str:
 
 
 def _text_of(where: str, block: Block) -> str:
+    if block.type == "tool_reference" and block.tool_name is not None:
+        return block.tool_name  # that tool was found; the model has been told of all of them
     if block.type != "text" or block.text is None:
         raise RequestRejected(where, f"blocks of type {block.type!r} are not supported here")
     return block.text

@@ -139,8 +139,9 @@ def test_thinking_and_tools_streamed_and_not(sdk, worker: FakeWorker):
 def test_an_agents_turns_come_to_the_model_as_its_template_has_them(sdk, worker: FakeWorker):
     worker.plan = spoken(ANSWER)
     first = sdk.messages.create(**body(thinking={"type": "adaptive"}))
+    found = [{"type": "text", "text": "r"}, {"type": "tool_reference", "tool_name": "list"}]
     results = [
-        {"type": "tool_result", "tool_use_id": block.id, "content": [{"type": "text", "text": "r"}]}
+        {"type": "tool_result", "tool_use_id": block.id, "content": found}
         for block in first.content
         if block.type == "tool_use"
     ]
@@ -160,7 +161,7 @@ def test_an_agents_turns_come_to_the_model_as_its_template_has_them(sdk, worker:
     tools, _, rest = shown.partition("<|system|>Be brief.\nBe right.<|user|>look")
     assert rest == (
         f"<|assistant|><think>hm</think>I look.{READ}<tool_call>list</tool_call>"
-        f"<|user|>[{results[0]['tool_use_id']}]r<|user|>[{results[1]['tool_use_id']}]r"
+        f"<|user|>[{results[0]['tool_use_id']}]r\nlist<|user|>[{results[1]['tool_use_id']}]r\nlist"
         "<|user|>go on<|assistant|><think>"
     )
     assert '"name": "read", "description": "Reads a file", "parameters": {' in tools
