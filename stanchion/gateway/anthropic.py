@@ -35,6 +35,7 @@ from stanchion.gateway.body import (
     Tool,
     ToolCall,
 )
+from stanchion.gateway.conversation import check_nesting
 
 # The older one streams the same events. The newer one has no `temperature`, `top_p` and `top_k`,
 # which its own models do not have; ours have them under either.
@@ -171,6 +172,7 @@ def _tools(tools: Sequence[DeclaredTool]) -> list[Tool]:
             raise RequestRejected(
                 f"tools[{place}].type", "only tools that the client runs; this server runs none"
             )
+        check_nesting(f"tools[{place}].input_schema", tool.input_schema)
     return [
         Tool("function", Function(tool.name, tool.description, tool.input_schema)) for tool in tools
     ]
@@ -240,6 +242,7 @@ def _assistant(where: str, blocks: Sequence[Block]) -> Message:
         elif block.type == "tool_use":
             if block.name is None or block.id is None:
                 raise RequestRejected(here, "a tool_use block has an id, a name and an input")
+            check_nesting(f"{here}.input", block.input)
             calls.append(ToolCall(CalledFunction(block.name, block.input or {}), block.id))
         else:
             texts.append(_text_of(here, block))

@@ -44,7 +44,7 @@ def check_tools(body: ChatBody, known: bool) -> None:
             raise RequestRejected(f"tools[{place}].type", "must be 'function'")
         if tool.function.strict:
             raise RequestRejected(f"tools[{place}].function.strict", "not supported (no grammar)")
-        _check_nesting(f"tools[{place}].function.parameters", tool.function.parameters)
+        check_nesting(f"tools[{place}].function.parameters", tool.function.parameters)
     if shown_tools(body) and not known:
         raise RequestRejected(
             "tools", "the chat template of this model has no format of tool calls that is known"
@@ -98,7 +98,7 @@ def _call(where: str, call: ToolCall) -> Json:
     arguments = call.function.arguments
     if isinstance(arguments, str):
         arguments = _object(f"{where}.function.arguments", arguments)
-    _check_nesting(f"{where}.function.arguments", arguments)
+    check_nesting(f"{where}.function.arguments", arguments)
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id or "", "type": "function", "function": function}
 
@@ -113,11 +113,11 @@ def _object(where: str, text: str) -> Json:
     return found
 
 
-def _check_nesting(where: str, value: Any, left: int = NESTED_MAX) -> None:
+def check_nesting(where: str, value: Any, left: int = NESTED_MAX) -> None:
     inner = value.values() if isinstance(value, dict) else value
     if not isinstance(value, dict | list):
         return
     if left == 0:
         raise RequestRejected(where, f"nested more than {NESTED_MAX} deep")
     for one in inner:
-        _check_nesting(where, one, left - 1)
+        check_nesting(where, one, left - 1)

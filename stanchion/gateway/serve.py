@@ -207,8 +207,10 @@ def _listening(settings: GatewaySettings) -> Iterator[tuple[socket.socket, str]]
 
 
 def _config(app: App) -> uvicorn.Config:
-    # uvicorn's own log repeats what ours says, and shows an answer cut on purpose as an error.
-    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+    # uvicorn's own logs repeat what ours says, show an answer cut on purpose as an error, and
+    # write paths as they came, with whatever is in them.
+    for name in ("uvicorn.error", "uvicorn.access"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     return uvicorn.Config(
         app,
         http=BoundedHeaders,

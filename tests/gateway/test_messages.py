@@ -409,6 +409,53 @@ def test_what_cannot_be_served_is_named(client, field: str, value: object):
         assert field in told["error"]["message"]
 
 
+def nested(value: object, depth: int) -> object:
+    for _ in range(depth):
+        value = {"properties": {"x": value}}
+    return value
+
+
+HUGE = [
+    ("tools[0].input_schema", body(tools=[{"name": "f", "input_schema": nested({}, 100)}])),
+    (
+        "messages[0].content[0].input",
+        body(
+            messages=[
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "tool_use", "id": "i", "name": "f", "input": nested(1, 99)}
+                    ],
+                },
+                *ASKED,
+            ]
+        ),
+    ),
+    ("messages", body(messages=ASKED * 4097)),
+    ("tools", body(tools=TOOLS[:1] * 1025)),
+    (
+        "messages[0].content",
+        body(messages=[{"role": "user", "content": [{"type": "text"}] * 70_000}]),
+    ),
+]
+
+
+@pytest.mark.parametrize(("field", "asked"), HUGE, ids=[field for field, _ in HUGE])
+def test_what_is_too_deep_or_too_many_is_named(client, field: str, asked: dict):
+    """D37: before it costs anything."""
+    reply = client.post("/v1/messages", json=asked)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
+
+
+def test_bodies_nested_beyond_reason_are_refused(client):
+    inner = b'{"type": "tool_result", "content": ['
+    for opened, closed in ((b"[", b"]"), (inner, b"]}")):
+        deep = opened * 10**5 + closed * 10**5
+        raw = b'{"model": "hashed", "max_tokens": 5, "messages": [{"role": "user", "content": %s}]}'
+        reply = client.post("/v1/messages", content=raw % deep)
+        assert (reply.status_code, reply.json()["type"]) == (400, "error")
+
+
 def test_every_number_has_a_bound():
     for name, annotation in get_type_hints(MessagesBody, include_extras=True).items():
         schema = msgspec.json.schema(annotation)

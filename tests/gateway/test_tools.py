@@ -12,7 +12,7 @@ import pytest
 
 from stanchion.core.messages import Start
 from stanchion.core.outcome import Completed, PeerLost
-from stanchion.gateway.markup import CALL, CALLED
+from stanchion.gateway.markup import CALLED
 
 from .conftest import Gateway, events, running
 from .glm import as_tokens, glm_special, glm_vocabulary
@@ -216,11 +216,16 @@ def test_length_wins_over_calls_wherever_it_cuts(client, glm, worker: FakeWorker
         assert parsed.count(True) == shown.count(CALLED.encode()), tokens
 
 
-def test_telling_calls_by_what_was_seen_runs_half_of_one():
+def test_telling_calls_by_what_was_seen_would_run_half_of_one(
+    client, glm, worker: FakeWorker, spoken: Spoken
+):
     """The wrong way (vllm#53269): a call was seen, so the reason is `tool_calls`."""
-    seen, ended = "<tool_call>read<arg_key>path</arg_key><arg_value>a", Completed("length")
-    wrong = "tool_calls" if CALL in seen else ended.reason
-    assert wrong == "tool_calls"  # of a call that has no end
+    tokens = len(as_tokens(ANSWER[: ANSWER.index("é.py")], glm[0]))
+    worker.plan = spoken(ANSWER, 4, tokens)
+    streamed, _ = both_ways(client, max_tokens=tokens)
+    by_what_was_seen = "tool_calls" if streamed["tool_calls"] else streamed["finish"]
+    assert by_what_was_seen == "tool_calls" != streamed["finish"]
+    assert not is_object(streamed["tool_calls"][0]["arguments"])
 
 
 def test_a_call_that_the_model_left_open_is_no_call_to_make(
