@@ -93,6 +93,13 @@ class ChoiceFold:
             return False
         return self._markup is not None and self._markup.complete
 
+    @property
+    def calls(self) -> tuple[int, int]:
+        """How many were whole, and how many were not."""
+        if self._markup is None:
+            return 0, 0
+        return self._markup.closed, self._markup.opened - self._markup.closed
+
     def push(
         self, tokens: Sequence[int], logprobs: Sequence[float], top: Sequence[Sequence[TopToken]]
     ) -> Piece:

@@ -238,4 +238,5 @@ class Generation:
         for index, fold in enumerate(self.folds):
             reason = fold.end.reason if fold.end else None
             prompt = len(self._ask.prompt_of(index))
+            self._metrics.called(*fold.calls)
             self._metrics.ended(fold.failed or _LEFT, reason, prompt, fold.cached_tokens, seconds)

@@ -7,9 +7,11 @@ import random
 from collections.abc import Iterator, Sequence
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from stanchion.core.outcome import Completed, PeerLost
+from stanchion.gateway.choice import ChoiceFold, Style
 from stanchion.gateway.markup import (
     CALL,
     CallArguments,
@@ -23,6 +25,7 @@ from stanchion.gateway.markup import (
     Reasoning,
     merged,
 )
+from stanchion.gateway.stops import StopSet
 from stanchion.gateway.toolschema import STRING, argument_types, escaped, written
 
 SCHEMA = {
@@ -38,6 +41,7 @@ SCHEMA = {
     },
 }
 TOOLS = {"write": argument_types(SCHEMA), "now": {}}
+BYTES = tuple(bytes([byte]) for byte in range(256))
 BOTH = Markup(reasoning=True, tools=TOOLS)
 
 
@@ -243,6 +247,32 @@ def test_nothing_but_layout_is_lost(text: str):
 @given(st.text(st.sampled_from("ab<>/_ \n"), max_size=40), SIZES)
 def test_text_without_markup_is_content_to_the_last_character(text: str, sizes: list[int]):
     assert "".join(part.text for part in read(text, sizes)) == text  # type: ignore[union-attr]
+
+
+@settings(max_examples=60)
+@given(
+    TEXTS,
+    st.lists(st.sampled_from(["now", "</think>", "_call>", "wr", "\n7", "é"]), max_size=2),
+    MARKUPS,
+    st.sampled_from([Completed("stop"), Completed("length"), PeerLost("gone")]),
+)
+def test_a_choice_is_the_same_for_every_batch_of_tokens(text, stops, markup, ended):
+    """Characters, then stops, then markup: the three folds together keep the law."""
+    style = Style(BYTES, stops=StopSet(stops), markup=markup)
+
+    def told(size: int) -> tuple:
+        fold, parts = ChoiceFold(style), []
+        tokens = text.encode()
+        for at in range(0, len(tokens), size):
+            parts += fold.push(tokens[at : at + size], [], []).parts
+        parts += fold.finish(ended).parts
+        return merged(parts), fold.tokens, fold.end, fold.failed, fold.called, fold.calls
+
+    alone = told(1)
+    assert all(told(size) == alone for size in (2, 3, 5, 7, max(1, len(text.encode()))))
+    *_, end, failed, called, (_, cut) = alone
+    assert (end is None) != (failed is None)
+    assert not called or (end is not None and end.reason == "stop" and not cut)
 
 
 # ---- what is no call ------------------------------------------------------------------------

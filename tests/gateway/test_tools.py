@@ -16,6 +16,7 @@ from stanchion.gateway.markup import CALLED
 
 from .conftest import Gateway, events, running
 from .glm import as_tokens, glm_special, glm_vocabulary
+from .test_metrics import until, values
 from .worker import EOS, WAIT_S, FakeWorker, Plan, end, say
 
 TOOLS = [
@@ -236,6 +237,18 @@ def test_a_call_that_the_model_left_open_is_no_call_to_make(
     assert streamed == at_once and at_once["finish"] == "stop"
     (call,) = at_once["tool_calls"]
     assert call["name"] == "read" and not is_object(call["arguments"])
+
+
+def test_calls_are_counted_by_how_they_ended(client, worker: FakeWorker, spoken: Spoken):
+    def counted() -> tuple[float, float]:
+        now = values(client)
+        name = "stanchion:tool_calls_total"
+        return now.get(f"{name}|whole", 0.0), now.get(f"{name}|cut", 0.0)
+
+    whole, cut = counted()
+    worker.plan = spoken(ANSWER + READ.removesuffix(CALLED))
+    assert client.post("/v1/chat/completions", json=body()).is_success
+    until(counted, lambda now: now == (whole + 2, cut + 1))
 
 
 @pytest.mark.parametrize(
