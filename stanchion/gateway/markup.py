@@ -109,11 +109,13 @@ def _continuing() -> Callable[[Part], object]:
 
 @dataclass(frozen=True)
 class Markup:
-    """What is to be read. `thinking`: the prompt ended inside of reasoning. `tools`: by name, the
-    types of its arguments; None: no calls are read. After `calls_max` calls the answer is over."""
+    """What is to be read. `thinking`: the prompt ended inside of reasoning; `thought`: right after
+    it. `tools`: by name, the types of its arguments; None: no calls are read. After `calls_max`
+    calls the answer is over."""
 
     reasoning: bool = False
     thinking: bool = False
+    thought: bool = False
     tools: Mapping[str, Mapping[str, Types]] | None = None
     calls_max: int | None = None
 
@@ -133,13 +135,13 @@ class MarkupFold:
         self._markup = markup
         self._rest = ""  # not decided yet
         self._space = ""  # said by the answer, unless a marker follows
-        self._fresh = markup.thinking  # right after a marker: whitespace is layout
+        self._fresh = markup.thinking or markup.thought  # right after a marker: space is layout
         self._call = _Call(0, {})
         self._parts: list[Part] = []
         self._read: Callable[[], bool] = self._content
         if markup.thinking:
             self._read = self._reasoning
-        elif markup.reasoning:
+        elif markup.reasoning and not markup.thought:
             self._read = self._begin
         self.opened = 0
         self.closed = 0

@@ -29,7 +29,7 @@ from stanchion.gateway.conversation import (
     tool_types,
 )
 from stanchion.gateway.detok import decode
-from stanchion.gateway.markup import REASONING_MARKERS, THINK, TOOL_MARKERS, Markup
+from stanchion.gateway.markup import REASONING_MARKERS, THINK, THOUGHT, TOOL_MARKERS, Markup
 from stanchion.gateway.stops import StopSet
 
 if TYPE_CHECKING:
@@ -292,10 +292,11 @@ def _markup(
     tools = shown_tools(body)
     if not (tools or limits.reasoning):
         return None
-    tail = decode(vocabulary.pieces, prompt[-PROMPT_TAIL_TOKENS:])
+    tail = decode(vocabulary.pieces, prompt[-PROMPT_TAIL_TOKENS:]).rstrip()
     return Markup(
         reasoning=limits.reasoning,
-        thinking=limits.reasoning and tail.rstrip().endswith(THINK),
+        thinking=limits.reasoning and tail.endswith(THINK),
+        thought=limits.reasoning and tail.endswith(THOUGHT),
         tools=tool_types(tools) if tools else None,
         calls_max=1 if body.parallel_tool_calls is False else None,
     )

@@ -11,12 +11,13 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from stanchion.core.messages import Start
-from stanchion.core.outcome import Completed
+from stanchion.core.messages import Start, Tokens
+from stanchion.core.outcome import Completed, PeerLost
 
 from .conftest import Gateway, running
 from .glm import as_tokens, glm_special
@@ -50,33 +51,36 @@ def spoken(start: Start, text: str) -> Plan:
     return [*(say(start, part) for part in parts), end(start, Completed("stop"))]
 
 
-def test_claude_code_writes_a_file(served: tuple[FakeWorker, Gateway], tmp_path: Path):
-    worker, gateway = served
-    folder = tmp_path / "project"
-    folder.mkdir()
-    target = folder / "hello.txt"
-    content = 'two\nlines, "quoted" – ✓ </tool_call>'
-    call = (
-        f"<tool_call>Write<arg_key>file_path</arg_key><arg_value>{target}</arg_value>"
-        f"<arg_key>content</arg_key><arg_value>{content}</arg_value></tool_call>"
-    )
+class Project:
+    """What the agent is to do: a file to write, by a call that the worker says."""
 
-    def plan(start: Start) -> Plan:
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self.folder = folder
+        self.target = folder / "hello.txt"
+        self.content = 'two\nlines, "quoted" – ✓ </tool_call>'
+        self.call = (
+            f"<tool_call>Write<arg_key>file_path</arg_key><arg_value>{self.target}</arg_value>"
+            f"<arg_key>content</arg_key><arg_value>{self.content}</arg_value></tool_call>"
+        )
+
+    def plan(self, start: Start) -> Plan:
         prompt = prompt_of(start)
         thinking = "" if prompt.endswith("</think>") else "I think.</think>"
         if "[toolu_" in prompt:
             return spoken(start, f"{thinking}It is written.")
         if '"name": "Write"' in prompt:
-            return spoken(start, f"{thinking}I write it.{call}")
+            return spoken(start, f"{thinking}I write it.{self.call}")
         return spoken(start, f"{thinking}ok")
 
-    worker.plan = plan
+
+def claude(project: Project, gateway: Gateway) -> dict[str, Any]:
     done = subprocess.run(
         [CLAUDE, "-p", "Write hello.txt.", *OPTIONS],
-        cwd=folder,
+        cwd=project.folder,
         env={
             "PATH": os.environ["PATH"],
-            "HOME": str(tmp_path),
+            "HOME": str(project.folder.parent),
             "ANTHROPIC_BASE_URL": gateway.url,
             "ANTHROPIC_AUTH_TOKEN": "key",
             "ANTHROPIC_MODEL": "hashed",
@@ -89,10 +93,42 @@ def test_claude_code_writes_a_file(served: tuple[FakeWorker, Gateway], tmp_path:
         timeout=TIMEOUT_S,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads(done.stdout)
-    assert (told["is_error"], told["result"]) == (False, "It is written.")
-    assert target.read_text() == content
+    told: dict[str, Any] = json.loads(done.stdout or "{}")
+    assert done.returncode == 0 and told["is_error"] is False, done.stdout + done.stderr
+    return told
+
+
+def test_claude_code_writes_a_file(served: tuple[FakeWorker, Gateway], tmp_path: Path):
+    worker, gateway = served
+    project = Project(tmp_path / "project")
+    worker.plan = project.plan
+    assert claude(project, gateway)["result"] == "It is written."
+    assert project.target.read_text() == project.content
     assert {start.tenant for start in worker.starts} == {"agent"}
     results = [prompt for start in worker.starts if "[toolu_" in (prompt := prompt_of(start))]
-    assert results and call in results[-1]  # it came back as the model had said it
+    assert results and project.call in results[-1]  # it came back as the model had said it
+
+
+def test_claude_code_tries_again_where_a_worker_was_lost_in_the_middle_of_a_call(
+    served: tuple[FakeWorker, Gateway], tmp_path: Path
+):
+    worker, gateway = served
+    project = Project(tmp_path / "project")
+    lost: list[str] = []
+
+    def plan(start: Start) -> Plan:
+        whole = project.plan(start)
+        if not lost and project.call in b"".join(_bytes(whole)).decode():
+            lost.append(start.request)
+            return [*whole[: len(whole) // 2], end(start, PeerLost("gone"))]
+        return whole
+
+    worker.plan = plan
+    assert claude(project, gateway)["result"] == "It is written."
+    assert project.target.read_text() == project.content and len(lost) == 1
+
+
+def _bytes(plan: Plan) -> Iterator[bytes]:
+    for message in plan:
+        if isinstance(message, Tokens):
+            yield from map(PIECES.__getitem__, message.tokens)

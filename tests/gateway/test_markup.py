@@ -171,6 +171,7 @@ MARKUPS = st.builds(
     Markup,
     reasoning=st.booleans(),
     thinking=st.booleans(),
+    thought=st.booleans(),
     tools=st.sampled_from([None, TOOLS]),
     calls_max=st.sampled_from([None, 1]),
 )
@@ -339,6 +340,10 @@ def test_reasoning_that_the_prompt_opened():
     assert whole("\nhm\n</think>\n\nyes ", markup) == (Reasoning("hm"), Content("yes "))
     assert whole("hm, and no end", markup) == (Reasoning("hm, and no end"),)
     assert whole("</think>yes", markup) == (Content("yes"),)
+
+
+def test_reasoning_that_the_prompt_ended():
+    assert whole("\n\nyes", Markup(reasoning=True, thought=True)) == (Content("yes"),)
 
 
 def test_a_think_that_is_not_the_first_word_is_content():
