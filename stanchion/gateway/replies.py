@@ -175,7 +175,11 @@ class OpenAI:
         return error_body(error)
 
     def failed(self, error: ServeError, request: str) -> bytes:
-        return event(error_body(error))
+        """The message begins with the status that the reply cannot have any more: so do those of
+        OpenAI's client where there is one, and agents tell by it whether to try again."""
+        told = error_body(error)
+        told["error"]["message"] = f"{error.status} {error}"
+        return event(told)
 
     def marks(self, request: str) -> Headers:
         return []

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stanchion.cli.serve import gateway_settings
+from stanchion.core.config import Config, check, load
 from stanchion.core.errors import ConfigError, QuotaExceeded
 from stanchion.gateway.quota import Quota, Quotas, own_quotas
 from stanchion.gateway.settings import GatewaySettings
@@ -97,3 +99,22 @@ def test_a_tenant_beyond_its_quota_gets_429_with_the_bound_and_a_time(alone: Fak
             "/v1/messages/count_tokens", json=asked, headers={"x-api-key": "two"}
         )
         assert counted.is_success  # it generates nothing
+
+
+def test_the_command_hands_the_gateway_what_it_was_told():
+    said = ["gateway.quotas=alice=600:0, bob=10:50000", "gateway.requests_per_minute=60"]
+    said += ["gateway.tool_call_parser=glm", "gateway.reasoning_parser=none"]
+    settings = gateway_settings(load(Config(), "", said), (), "")
+    assert settings.quotas == ("alice=600:0", "bob=10:50000")
+    assert (settings.requests_per_minute, settings.tokens_per_minute) == (60, 0)
+    assert (settings.tool_call_parser, settings.reasoning_parser) == ("glm", "none")
+    settings.check()
+
+
+@pytest.mark.parametrize("said", ["tool_call_parser=hermes", "tokens_per_minute=-1"])
+def test_settings_out_of_bounds_are_refused(said: str):
+    with pytest.raises(ConfigError, match=f"gateway.{said.partition('=')[0]}"):
+        check(load(Config(), "", [f"gateway.{said}"]))
+    name, _, value = said.partition("=")
+    with pytest.raises(ConfigError, match=name):
+        GatewaySettings(**{name: int(value) if value == "-1" else value}).check()
