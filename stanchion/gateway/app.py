@@ -135,9 +135,11 @@ class App:
     async def _answer(self, call: Call, route: Route | None) -> None:
         tenant = ""
         match route.access if route else "key":
+            case "open":
+                pass
             case "admin":
                 self._admin_keys.check(call.headers)
-            case "key":
+            case _:
                 tenant = self._keys.tenant(call.headers)
         if route is None:
             raise NotFound("no such route")
@@ -185,15 +187,18 @@ class App:
         }
 
     async def _tokenize(self, call: Call, tenant: str) -> None:
-        await call.json(200, await self.intake.tokenize(call))
+        with self.intake.open_call():
+            await call.json(200, await self.intake.tokenize(call))
 
     async def _detokenize(self, call: Call, tenant: str) -> None:
-        await call.json(200, await self.intake.detokenize(call))
+        with self.intake.open_call():
+            await call.json(200, await self.intake.detokenize(call))
 
     async def _count(self, call: Call, tenant: str) -> None:
         check_version(call.headers.get(b"anthropic-version"))
-        prompt = await self.intake.count(call, _count_body)
-        await call.json(200, {"input_tokens": len(prompt)})
+        with self.intake.open_call():
+            prompt = await self.intake.count(call, _count_body)
+            await call.json(200, {"input_tokens": len(prompt)})
 
     # ---- admin ------------------------------------------------------------------------------
 
@@ -220,9 +225,9 @@ class App:
         await self._generate(call, tenant, _messages_body, ANTHROPIC)
 
     async def _generate(self, call: Call, tenant: str, parse: Parse, dialect: Dialect) -> None:
-        self.intake.admit()
-        self._quotas.admit(tenant, time.monotonic())
         with self.intake.open_call():
+            self.intake.admit()
+            self._quotas.admit(tenant, time.monotonic())
             ask = await self.intake.ask(call, parse)
             # Read again: it may have changed while the body came and was tokenised.
             self.intake.admit()

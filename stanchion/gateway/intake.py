@@ -53,21 +53,23 @@ class Intake:
             parser == "auto" and template is not None and template.mentions(*words)
         )
 
-    def admit(self) -> None:
-        if self.draining:
-            raise Draining("the server is stopping")
-        self._fleet.room(1)
+    @contextmanager
+    def open_call(self) -> Iterator[None]:
+        """For a call with a body of some size: so many may be open at once."""
         bound = self._settings.in_flight_max * OPEN_CALLS_A_SEQUENCE
         if self.open_calls >= bound:
             raise Overloaded(f"{bound} calls are open", self._settings.retry_after_s)
-
-    @contextmanager
-    def open_call(self) -> Iterator[None]:
         self.open_calls += 1
         try:
             yield
         finally:
             self.open_calls -= 1
+
+    def admit(self) -> None:
+        """Raise unless something new may be generated now."""
+        if self.draining:
+            raise Draining("the server is stopping")
+        self._fleet.room(1)
 
     def limits(self) -> Limits:
         hello = self._fleet.hello
@@ -141,6 +143,7 @@ class Intake:
             raise RequestRejected("prompt", "either `prompt` or `messages`, and not both")
         if body.messages is None:
             text, special = body.prompt or "", body.add_special_tokens is not False
+            openai.check_length(text, "prompt", self._vocabulary, limits)
             return await self._on_thread(lambda: self._vocabulary.encode(text, special))
         chat = ChatBody(
             messages=body.messages,

@@ -207,13 +207,15 @@ def _chat_tokens(body: ChatBody, vocabulary: Vocabulary, limits: Limits) -> list
 def _encode(
     text: str, field: str, special: bool, vocabulary: Vocabulary, limits: Limits
 ) -> list[int]:
-    # Certain to be too long, whatever the tokens: refused without tokenising megabytes.
-    if len(text) > limits.tokens_max * vocabulary.piece_bytes_max:
-        raise RequestRejected(
-            field,
-            f"over {limits.tokens_max} tokens, which is {limits.tokens_max_is}",
-        )
+    check_length(text, field, vocabulary, limits)
     return _checked_ids(vocabulary.encode(text, special), field, limits)
+
+
+def check_length(text: str, field: str, vocabulary: Vocabulary, limits: Limits) -> None:
+    """Refuse what is too long whatever its tokens are, without tokenising megabytes."""
+    if len(text) > limits.tokens_max * vocabulary.piece_bytes_max:
+        said = f"over {limits.tokens_max} tokens, which is {limits.tokens_max_is}"
+        raise RequestRejected(field, said)
 
 
 def _checked_ids(ids: list[int], field: str, limits: Limits) -> list[int]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+from contextlib import ExitStack
+
 import httpx
 import pytest
 
+from .conftest import running
+from .test_metrics import until
 from .worker import FakeWorker
 
 
@@ -38,6 +43,7 @@ def test_a_chat_counts_as_its_completion_does(client: httpx.Client, worker: Fake
         ("/tokenize", {}, 400),
         ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, 400),
         ("/tokenize", {"prompt": 5}, 400),
+        ("/tokenize", {"prompt": "x" * 2**20}, 400),
         ("/tokenize", {"prompt": "x", "model": "other"}, 404),
         ("/tokenize", {"messages": [{"role": "wizard", "content": "x"}]}, 400),
         ("/detokenize", {}, 400),
@@ -57,3 +63,20 @@ def test_a_model_by_its_name(client: httpx.Client):
     for other in ("other", "hashed/", "", "hashed%2f"):
         reply = client.get(f"/v1/models/{other}")
         assert (reply.status_code, reply.json()["error"]["type"]) == (404, "not_found_error")
+
+
+def test_calls_that_only_count_are_bounded_too(alone: FakeWorker):
+    """Their bodies are large and take the same threads."""
+    with running(alone, in_flight_max=1) as gateway, ExitStack() as stack:
+        url = httpx.URL(gateway.url)
+        head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{"
+        for _ in range(2):  # each is open, and waits for the rest of its body
+            held = stack.enter_context(socket.create_connection((url.host, url.port), timeout=10))
+            held.sendall(head)
+        paths = ("/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/completions")
+        for path in paths:
+            reply = until(
+                lambda path=path: gateway.client.post(path, json={}),
+                lambda reply: reply.status_code == 429,
+            )
+            assert "2 calls are open" in reply.text
