@@ -95,6 +95,17 @@ TRICKS = [
     "/ready%2f",
     "/v1/chat/completions/health",
     "/v1/completions%3f",
+    "/v1/models/%2e%2e/%2e%2e/admin/drain",
+    "/v1/models/{id}",
+    "/v1/messages/",
+    "//v1/messages",
+    "/v1/messages/count_tokens/health",
+    "/tokenize/",
+    "/admin",
+    "/admin/",
+    "/admin/drain/",
+    "/health/%2e%2e/admin/drain",
+    "//admin/abort",
 ]
 
 
