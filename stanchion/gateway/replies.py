@@ -22,6 +22,7 @@ from stanchion.gateway.dialect import Headers
 from stanchion.gateway.markup import CallArguments, CallOpened, Content, Part, Reasoning
 from stanchion.gateway.openai import Ask
 
+CALL_ID_CHARACTERS = 24  # of ours: with the rest it is under the 40 that other servers take back
 LOGPROB_MIN = -9999.0  # JSON has no minus infinity; this is what vLLM writes
 Json = dict[str, Any]
 encode = msgspec.json.encode
@@ -269,7 +270,7 @@ class Reply:
             if isinstance(part, CallOpened):
                 calls[part.index] = {
                     "index": part.index,
-                    "id": f"call_{self._request}_{choice}_{part.index}",
+                    "id": f"call_{self._request[:CALL_ID_CHARACTERS]}_{choice}_{part.index}",
                     "type": "function",
                     "function": {"name": part.name, "arguments": ""},
                 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from stanchion.gateway.quota import Quota, Quotas, own_quotas
 from stanchion.gateway.settings import GatewaySettings
 
 from .conftest import running
+from .test_metrics import until
 from .worker import FakeWorker, answer
 
 
@@ -81,20 +83,20 @@ def test_a_tenant_beyond_its_quota_gets_429_with_the_bound_and_a_time(alone: Fak
     asked = {"model": "hashed", "max_tokens": 60, "messages": [{"role": "user", "content": "x"}]}
     with running(alone, **keys) as gateway:
 
-        def statuses(key: str, path: str) -> list[int]:
-            replies = [
-                gateway.client.post(path, json=asked, headers={"x-api-key": key}) for _ in range(4)
-            ]
-            for reply in replies:
-                if reply.status_code == 429:
-                    bound = "requests_per_minute" if key == "one" else "tokens_per_minute"
-                    assert bound in reply.json()["error"]["message"]
-                    assert reply.json()["error"]["code"] == "rate_limit_exceeded"
-                    assert int(reply.headers["retry-after"]) >= 1
-            return [reply.status_code for reply in replies]
+        def post(key: str, path: str) -> httpx.Response:
+            return gateway.client.post(path, json=asked, headers={"x-api-key": key})
 
-        assert statuses("one", "/v1/chat/completions") == [200, 200, 429, 429]
-        assert statuses("two", "/v1/messages") == [200, 200, 429, 429]
+        paths = ("/v1/chat/completions", "/v1/messages")
+        assert [post("one", path).status_code for path in paths] == [200, 200]
+        refused = post("one", "/v1/chat/completions")
+        assert "requests_per_minute" in refused.json()["error"]["message"]
+        # What an answer used is taken right after its last byte.
+        spent = until(lambda: post("two", "/v1/messages"), lambda reply: not reply.is_success)
+        assert "tokens_per_minute" in spent.json()["error"]["message"]
+        assert len(alone.starts) >= 4
+        for reply in (refused, spent):
+            assert reply.status_code == 429 and int(reply.headers["retry-after"]) >= 1
+            assert reply.json()["error"]["code"] == "rate_limit_exceeded"
         counted = gateway.client.post(
             "/v1/messages/count_tokens", json=asked, headers={"x-api-key": "two"}
         )

@@ -158,7 +158,7 @@ def test_the_public_client_sees_calls_streamed_and_not(sdk, worker: FakeWorker, 
     assert [call.function.name for call in calls] == ["read", "list"]
     assert json.loads(calls[0].function.arguments) == {"path": "a/é.py", "line": 7}
     assert json.loads(calls[1].function.arguments) == {}
-    assert len({call.id for call in calls}) == 2
+    assert len({call.id for call in calls}) == 2 and all(len(call.id) <= 40 for call in calls)
     with sdk.chat.completions.stream(model="hashed", messages=ASKED, tools=TOOLS) as stream:
         final = stream.get_final_completion().choices[0]
     assert final.finish_reason == "tool_calls" and final.message.content == "I look."
