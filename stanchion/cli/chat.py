@@ -46,6 +46,7 @@ class Told:
     """What one reply came to, filled in as it comes."""
 
     text: str = ""
+    thought: bool = False  # reasoning has come
     usage: dict[str, Any] = field(default_factory=dict)
     spec: dict[str, float] = field(default_factory=dict)
     began: float = 0.0
@@ -131,22 +132,30 @@ def _reply(chat: Chat, model: str, messages: list[dict[str, str]], console: Cons
     body |= {name: value for name, value in given.items() if value is not None}
     told = Told(began=time.monotonic())
     for chunk in _events(chat, body):
-        text = _take(told, chunk)
-        console.print(text.translate(_SHOWN), end="", markup=False)
+        for part, style in _take(told, chunk):
+            console.print(part.translate(_SHOWN), end="", markup=False, style=style)
     console.print()
     console.print(_summary(told), style="dim", markup=False)
     return told.text
 
 
-def _take(told: Told, chunk: dict[str, Any]) -> str:
+def _take(told: Told, chunk: dict[str, Any]) -> Iterator[tuple[str, str | None]]:
+    """What is new, and the style of each part. Reasoning is shown, timed, and not kept."""
     told.usage = chunk.get("usage") or told.usage
     told.spec = {name: chunk[name] for name in chunk if name.startswith("spec_")} or told.spec
-    text = "".join(one["delta"].get("content") or "" for one in chunk["choices"])
-    if text:
-        told.last = time.monotonic()
-        told.first = told.first or told.last
-        told.text += text
-    return text
+    for choice in chunk["choices"]:
+        delta = choice["delta"]
+        thought, text = delta.get("reasoning_content") or "", delta.get("content") or ""
+        if thought or text:
+            told.last = time.monotonic()
+            told.first = told.first or told.last
+        if thought:
+            told.thought = True
+            yield thought, "dim"
+        if text:
+            parted = "\n\n" if told.thought and not told.text else ""
+            told.text += text
+            yield parted + text, None
 
 
 def _summary(told: Told) -> str:

@@ -17,7 +17,7 @@ from stanchion.core.peerkey import beyond_loopback, check_address
 from stanchion.core.request import NAME_CHARACTERS_MAX
 
 SERVE = """\
-Serve a model over an OpenAI-compatible API.
+Serve a model over the OpenAI and the Anthropic API.
 
   stanchion serve                      the embedded model, on http://127.0.0.1:8000
   stanchion serve hashed               the hash model: text without sense, an exact instrument
@@ -76,6 +76,8 @@ SERVE_FLAGS: Flags = {
     "host": "gateway.host",
     "port": "gateway.port",
     "served-model-name": "gateway.served_model_name",
+    "tool-call-parser": "gateway.tool_call_parser",
+    "reasoning-parser": "gateway.reasoning_parser",
     "join": "cluster.join",
     **VERIFY_FLAGS,
 }
@@ -135,6 +137,14 @@ def _serve(command: argparse.ArgumentParser) -> None:
         metavar="[NAME:]SECRET",
         help="require this key; may be repeated (also STANCHION_API_KEY)",
     )
+    command.add_argument(
+        "--admin-key",
+        action="append",
+        default=[],
+        metavar="SECRET",
+        help="opens /admin, which nothing does otherwise; may be repeated (also "
+        "STANCHION_ADMIN_KEY)",
+    )
     command.set_defaults(run=_run_serve)
 
 
@@ -183,7 +193,9 @@ def _run_serve(arguments: argparse.Namespace) -> int:
     from stanchion.cli.serve import serve
 
     keys = arguments.api_key or list(filter(None, [os.environ.get("STANCHION_API_KEY")]))
-    return serve(_config(arguments, SERVE_FLAGS), tuple(keys), _peer_key(arguments))
+    admin = arguments.admin_key or list(filter(None, [os.environ.get("STANCHION_ADMIN_KEY")]))
+    config = _config(arguments, SERVE_FLAGS)
+    return serve(config, tuple(keys), _peer_key(arguments), tuple(admin))
 
 
 def _worker(command: argparse.ArgumentParser) -> None:

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from pathlib import Path
 
 from stanchion.cli.settings import model_folder
@@ -27,10 +28,13 @@ SOCKET_FOLDER_MAX = 96  # a Unix socket's path has at most 107 characters
 WORKER_SILENCE_S = 30.0  # far longer than a flight; a dead process is seen at once
 
 
-def serve(config: Config, api_keys: tuple[str, ...], peer_key: str = "") -> int:
+Keys = tuple[str, ...]
+
+
+def serve(config: Config, api_keys: Keys, peer_key: str = "", admin_keys: Keys = ()) -> int:
     """Return the exit code: 0 when drained, 1 when the workers failed or the drain was cut."""
     check(config)
-    settings = gateway_settings(config, api_keys, peer_key)
+    settings = replace(gateway_settings(config, api_keys, peer_key), admin_keys=admin_keys)
     settings.check()
     vocabulary = read_vocabulary(config)
     _warn_of_failpoints(config)
@@ -61,7 +65,7 @@ def serve(config: Config, api_keys: tuple[str, ...], peer_key: str = "") -> int:
     return 1
 
 
-def gateway_settings(config: Config, api_keys: tuple[str, ...], peer_key: str) -> GatewaySettings:
+def gateway_settings(config: Config, api_keys: Keys, peer_key: str) -> GatewaySettings:
     gateway, cluster = config.gateway, config.cluster
     # Were there nobody else, a worker in a long step would be better than none.
     alone = len(wanted(cluster)) == 1 and not cluster.join
@@ -70,6 +74,11 @@ def gateway_settings(config: Config, api_keys: tuple[str, ...], peer_key: str) -
         port=gateway.port,
         api_keys=api_keys,
         served_model_name=gateway.served_model_name,
+        tool_call_parser=gateway.tool_call_parser,
+        reasoning_parser=gateway.reasoning_parser,
+        requests_per_minute=gateway.requests_per_minute,
+        tokens_per_minute=gateway.tokens_per_minute,
+        quotas=tuple(filter(None, (one.strip() for one in gateway.quotas.split(",")))),
         in_flight_max=gateway.in_flight_max,
         drain_s=gateway.drain_s,
         worker_silence_s=max(WORKER_SILENCE_S, cluster.silence_s),

@@ -62,6 +62,17 @@ class Gateway:
     host: Annotated[str, "address to bind; beyond loopback an API key is required"] = "127.0.0.1"
     port: Annotated[int, "port to bind; 0 takes a free one"] = 8000
     served_model_name: Annotated[str, "name in the API; empty means the model's own"] = ""
+    tool_call_parser: Annotated[
+        str, "tool calls: auto (by the chat template), glm (GLM-4.5 to GLM-5) or none"
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str, "reasoning: auto (by the chat template), glm (<think>...</think>) or none"
+    ] = "auto"
+    requests_per_minute: Annotated[int, "of each tenant; 0 means no bound"] = 0
+    tokens_per_minute: Annotated[int, "prompts and answers of each tenant; 0: no bound"] = 0
+    quotas: Annotated[
+        str, "NAME=REQUESTS:TOKENS a minute, ... for tenants with quotas of their own"
+    ] = ""
     in_flight_max: Annotated[int, "requests accepted at once; more get 429"] = 256
     drain_s: Annotated[float, "how long SIGTERM waits for what was accepted"] = 300.0
 
@@ -162,6 +173,10 @@ def check(config: Config) -> None:
     _within("kv.memory_gib", kv.memory_gib, 0.001, 16384.0)
     _within("model.hashed_top_k", config.model.hashed_top_k, 0, 2**20)
     _within("gateway.port", gateway.port, 0, 65535)
+    for name in ("tool_call_parser", "reasoning_parser"):
+        _one_of(f"gateway.{name}", getattr(gateway, name), ("auto", "glm", "none"))
+    for name in ("requests_per_minute", "tokens_per_minute"):
+        _within(f"gateway.{name}", getattr(gateway, name), 0, 2**40)
     _within("gateway.in_flight_max", gateway.in_flight_max, 1, 2**20)
     _within("gateway.drain_s", gateway.drain_s, 0.0, 86400.0)
     for name in ("prefill", "decode", "both"):

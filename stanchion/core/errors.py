@@ -6,6 +6,7 @@
   x NotFound             no such route or model                   404, final
   x TooLarge             the body is over its bound               413, final
   x Overloaded           it could succeed later or elsewhere      429, retry
+  x QuotaExceeded        the tenant has used its share           429, retry
   x PeerLost             a worker died while holding it           503, retry
   x OutputSuspect        the engine or the monitor stopped it     502, retry
   x ConfigError          the settings make no sense               at start
@@ -56,6 +57,19 @@ class Overloaded(ServeError):
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class QuotaExceeded(ServeError):
+    """`quota` names the bound; it lets more through after so many seconds."""
+
+    status = 429
+    retry = True
+    code = "rate_limit_exceeded"
+
+    def __init__(self, quota: str, message: str, retry_after_s: float) -> None:
+        super().__init__(f"{quota}: {message}")
+        self.quota = quota
         self.retry_after_s = retry_after_s
 
 

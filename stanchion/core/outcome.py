@@ -10,7 +10,7 @@ from typing import Literal
 from msgspec import Struct
 
 Reason = Literal["stop", "length"]
-Leaver = Literal["client", "deadline", "monitor", "drain", "stop_string"]
+Leaver = Literal["client", "deadline", "monitor", "drain", "stop_string", "admin"]
 
 
 class Completed(Struct, frozen=True, tag="completed"):

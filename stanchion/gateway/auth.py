@@ -33,6 +33,20 @@ class Keys:
         return found[0]
 
 
+class AdminKeys:
+    """A credential of its own: no tenant's key opens what these do; without any, nothing does."""
+
+    def __init__(self, secrets: tuple[str, ...]) -> None:
+        if not all(secrets):
+            raise ConfigError("admin_keys: each is a secret, and not empty")
+        self._digests = [_digest(secret) for secret in secrets]
+
+    def check(self, headers: Mapping[bytes, bytes]) -> None:
+        shown = _digest_bytes(_presented(headers))
+        if not sum(compare_digest(digest, shown) for digest in self._digests):
+            raise Unauthorized("no admin key, or not one of this server")
+
+
 def _presented(headers: Mapping[bytes, bytes]) -> bytes:
     scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
     if scheme.lower() == b"bearer":

@@ -1,4 +1,4 @@
-"""The two request bodies, every field typed and bounded; and errors that name field and bound.
+"""OpenAI's request bodies, every field typed and bounded; and errors that name field and bound.
 
 The bounds of sampling fields are those of `core.request.Sampling` (a test compares them). A field
 that is `null` is a field that is absent. Unknown fields are ignored, as vLLM does; known features
@@ -30,6 +30,9 @@ PROMPTS_MAX = 64
 STOPS_MAX = 16
 STOP_CHARACTERS_MAX = 256
 MESSAGES_MAX = 4096
+TOOLS_MAX = 1024
+CALLS_MAX = 256  # in one message
+DESCRIPTION_CHARACTERS_MAX = 2**20
 MODEL_CHARACTERS_MAX = 512
 
 Temperature = Annotated[float, Meta(ge=0.0, le=2.0)]
@@ -92,13 +95,37 @@ class Part(Struct, frozen=True):
     text: str | None = None
 
 
+class CalledFunction(Struct, frozen=True):
+    name: Short
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCall(Struct, frozen=True):
+    function: CalledFunction
+    id: Short | None = None
+    type: Short | None = None
+
+
 class Message(Struct, frozen=True, kw_only=True):
     role: Annotated[str, Meta(max_length=32)]
     content: str | list[Part] | None = None
     name: Short | None = None
     reasoning_content: str | None = None
-    tool_calls: Any = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=CALLS_MAX)] | None = None
+    tool_call_id: Short | None = None
     function_call: Any = None
+
+
+class Function(Struct, frozen=True, omit_defaults=True):
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
+    description: Annotated[str, Meta(max_length=DESCRIPTION_CHARACTERS_MAX)] | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct, frozen=True):
+    type: Short
+    function: Function
 
 
 Scalar = bool | int | float | str | None
@@ -111,8 +138,10 @@ class ChatBody(Shared, frozen=True, kw_only=True):
     top_logprobs: TopLogprobs | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Scalar], Meta(max_length=32)] | None = None
-    tools: Any = None
-    tool_choice: Any = None
+    tools: Annotated[list[Tool], Meta(max_length=TOOLS_MAX)] | None = None
+    tool_choice: Short | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Short | None = None
     functions: Any = None
     function_call: Any = None
     modalities: Any = None
@@ -129,7 +158,25 @@ class CompletionBody(Shared, frozen=True, kw_only=True):
     best_of: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None = None
 
 
-Body = TypeVar("Body", ChatBody, CompletionBody)
+class TokenizeBody(Struct, frozen=True, kw_only=True):
+    """vLLM's `/tokenize`: of a prompt, or of a chat as it would be rendered."""
+
+    model: Annotated[str, Meta(max_length=MODEL_CHARACTERS_MAX)] | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MESSAGES_MAX)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=TOOLS_MAX)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Scalar], Meta(max_length=32)] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Struct, frozen=True, kw_only=True):
+    tokens: Annotated[list[TokenId], Meta(max_length=PROMPT_TOKENS_MAX)]
+    model: Annotated[str, Meta(max_length=MODEL_CHARACTERS_MAX)] | None = None
+
+
+Body = TypeVar("Body", bound=Struct)
 
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.([A-Za-z_0-9.\[\]]+?)`$")
 _FIELD = re.compile(r"^Object (?:missing required field|contains unknown field) `(\w+)`(.*)$")
@@ -137,15 +184,7 @@ _FIELD = re.compile(r"^Object (?:missing required field|contains unknown field) 
 _NOT_JSON = re.compile(rb'"([A-Za-z_0-9]{1,64})"\s*:\s*(-?(?:NaN|Infinity|inf|nan))\b')
 
 
-def chat_body(raw: bytes) -> ChatBody:
-    return _decode(raw, ChatBody)
-
-
-def completion_body(raw: bytes) -> CompletionBody:
-    return _decode(raw, CompletionBody)
-
-
-def _decode(raw: bytes, body: type[Body]) -> Body:
+def decode(raw: bytes, body: type[Body]) -> Body:
     try:
         return msgspec.json.decode(raw, type=body)
     except msgspec.ValidationError as error:

@@ -3,7 +3,9 @@
 Promises, for every way the worker batches its tokens (speculation gives several at once):
 * text, token records, usage and finish reason are the same;
 * a stop string ends the choice at the token that completes it, however many more had arrived;
-* only a `Completed` outcome, or our own stop string, ends it as a success;
+* a stop string is looked for in all text, reasoning and calls and their markers too;
+* only a `Completed` outcome, our own stop string, or the last call that the client wants, ends it
+  as a success;
 * the end token's own text is not part of the answer (as in vLLM) unless stops are included.
 
 Text follows characters and stops, so it may lag behind the tokens; token records (ids,
@@ -19,6 +21,7 @@ from math import isnan
 from stanchion.core.messages import Spec, TopToken
 from stanchion.core.outcome import Completed, Outcome, OutputSuspect, Reason
 from stanchion.gateway.detok import TextFold
+from stanchion.gateway.markup import Content, Markup, MarkupFold, Part, merged
 from stanchion.gateway.stops import StopFold, StopSet
 
 
@@ -32,6 +35,7 @@ class Style:
     include_stop: bool = False
     end_ids: frozenset[int] = frozenset()
     min_tokens: int = 0  # stops are not looked for in the text of these, as in vLLM
+    markup: Markup | None = None  # None: all text is content
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,12 @@ class Scored:
 
 @dataclass(frozen=True)
 class Piece:
-    text: str = ""
+    parts: tuple[Part, ...] = ()
     scored: tuple[Scored, ...] = ()
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.parts if isinstance(part, Content))
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,8 @@ class ChoiceFold:
         self._style = style
         self._text = TextFold(style.pieces, style.skipped)
         self._stops = StopFold(style.stops, style.include_stop)
+        self._markup = MarkupFold(style.markup) if style.markup else None
+        self._parts: list[Part] = []
         self._characters = 0
         self._waiting: int | None = None  # an end token: the last one, or an ordinary one?
         self.tokens = 0
@@ -75,13 +85,27 @@ class ChoiceFold:
     def over(self) -> bool:
         return self.end is not None or self.failed is not None
 
+    @property
+    def called(self) -> bool:
+        """It ended by itself, with calls that are whole: now it is the client's turn to make them.
+        Never where something cut it short (`length`, a stop string)."""
+        if self.end is None or self.end.reason != "stop" or isinstance(self.end.matched, str):
+            return False
+        return self._markup is not None and self._markup.complete
+
+    @property
+    def calls(self) -> tuple[int, int]:
+        """How many were whole, and how many were not."""
+        if self._markup is None:
+            return 0, 0
+        return self._markup.closed, self._markup.opened - self._markup.closed
+
     def push(
         self, tokens: Sequence[int], logprobs: Sequence[float], top: Sequence[Sequence[TopToken]]
     ) -> Piece:
-        text: list[str] = []
         scored: list[Scored] = []
         for place, token in enumerate(tokens):
-            text.append(self._decide(follows=True))
+            self._decide(follows=True)
             if self.over():
                 break
             logprob = logprobs[place] if place < len(logprobs) else None
@@ -90,8 +114,8 @@ class ChoiceFold:
                 break
             tops = top[place] if place < len(top) else ()
             scored.append(Scored(token, logprob, tops, self._characters))
-            text.append(self._take(token))
-        return Piece("".join(text), tuple(scored))
+            self._take(token)
+        return Piece(self._taken(), tuple(scored))
 
     def finish(self, outcome: Outcome) -> Piece:
         """The worker's last word. Does nothing once the choice is over."""
@@ -101,32 +125,50 @@ class ChoiceFold:
             self.failed = outcome
             return Piece()
         stopped = self._waiting if outcome.reason == "stop" else None
-        text = self._decide(follows=stopped is None or self._style.include_stop)
-        text += self._read(self._text.finish())
+        self._decide(follows=stopped is None or self._style.include_stop)
+        self._read(self._text.finish())
         if not self.over():
-            text += self._stops.finish()
-            self.end = End(outcome.reason, stopped)
-        return Piece(text)
+            self._say(self._stops.finish())
+            if not self.over():
+                self._end(End(outcome.reason, stopped))
+        return Piece(self._taken())
 
-    def _take(self, token: int) -> str:
+    def _take(self, token: int) -> None:
         self.tokens += 1
         if token in self._style.end_ids:
             self._waiting = token
-            return ""
-        return self._read(self._text.push(token))
+        else:
+            self._read(self._text.push(token))
 
-    def _decide(self, follows: bool) -> str:
+    def _decide(self, follows: bool) -> None:
         """An end token that others follow was an ordinary one: its text counts."""
         token, self._waiting = self._waiting, None
-        if token is None or not follows:
-            return ""
-        return self._read(self._text.push(token))
+        if token is not None and follows:
+            self._read(self._text.push(token))
 
-    def _read(self, text: str) -> str:
+    def _read(self, text: str) -> None:
         self._characters += len(text)
         if not text or not self._style.stops or self.tokens <= self._style.min_tokens:
-            return text
-        shown = self._stops.push(text)
-        if self._stops.matched is not None:
-            self.end = End("stop", self._stops.matched)
-        return shown
+            self._say(text)
+            return
+        self._say(self._stops.push(text))
+        if self._stops.matched is not None and not self.over():
+            self._end(End("stop", self._stops.matched))
+
+    def _say(self, text: str) -> None:
+        if self._markup is None:
+            if text:
+                self._parts.append(Content(text))
+            return
+        self._parts += self._markup.push(text)
+        if self._markup.over and not self.over():
+            self._end(End("stop"))
+
+    def _end(self, end: End) -> None:
+        if self._markup is not None:
+            self._parts += self._markup.finish()
+        self.end = end
+
+    def _taken(self) -> tuple[Part, ...]:
+        parts, self._parts = self._parts, []
+        return merged(parts)

@@ -23,7 +23,7 @@ import zmq
 from msgspec.structs import replace
 
 from stanchion.core.errors import Overloaded, PeerLost
-from stanchion.core.messages import Hello, Partner, Start, Suspected
+from stanchion.core.messages import Hello, Partner, Role, Start, Suspected
 from stanchion.core.outcome import Leaver, Outcome, OutputSuspect
 from stanchion.core.outcome import PeerLost as Lost
 from stanchion.gateway import journal
@@ -153,6 +153,16 @@ class Fleet:
         for member in self._members:
             if member.hello.role != "prefill":
                 member.link.drain()
+
+    def drain_worker(self, name: str) -> Role | None:
+        """Give it nothing new; what it has, it ends. Its role, or None if there is no such worker.
+        A prefill worker is not told: what was accepted may still be on its way to it."""
+        member = self._members.named(name)
+        if member is None:
+            return None
+        if member.hello.role != "prefill":
+            member.link.drain()
+        return member.hello.role
 
     def drain_prefill(self) -> None:
         for member in self._members:

@@ -1,5 +1,7 @@
 """One generation request, from its `Ask` to the last byte: starts, follows, answers, lets go.
 
+It is the same for every API; what the bytes look like is its `Dialect`'s business.
+
 Promises: the response starts with a worker's first message, so an error before any token has
 its HTTP status; a client that leaves is noticed while waiting, streaming and blocked on a write,
 and what it had running is aborted at once; nothing but the end of every choice writes a success.
@@ -15,18 +17,20 @@ from uuid import uuid4
 
 from stanchion.core.errors import ServeError
 from stanchion.core.messages import PromptScores
-from stanchion.core.outcome import Cancelled, Outcome, worse
+from stanchion.core.outcome import Cancelled, Leaver, Outcome, worse
 from stanchion.gateway.choice import ChoiceFold, Piece
+from stanchion.gateway.dialect import Dialect
 from stanchion.gateway.failures import failure
 from stanchion.gateway.fleet import Fleet
 from stanchion.gateway.ledger import Mail, Ticket, joined
+from stanchion.gateway.markup import merged
 from stanchion.gateway.metrics import Metrics, tag
 from stanchion.gateway.openai import Ask
-from stanchion.gateway.replies import Reply, encode, error_body, event
 from stanchion.gateway.web import JSON, Call
 
 STREAM = b"text/event-stream; charset=utf-8"
 LARGE_REPLY_TOKENS = 2000
+IDLE_S = 10.0  # a stream says at least so often that it lives
 _STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 
@@ -44,17 +48,26 @@ class _Choice:
     last_at: float | None = None
 
     def whole(self) -> Piece:
-        text = "".join(piece.text for piece in self.pieces)
-        return Piece(text, tuple(one for piece in self.pieces for one in piece.scored))
+        parts = merged(part for piece in self.pieces for part in piece.parts)
+        return Piece(parts, tuple(one for piece in self.pieces for one in piece.scored))
 
 
 _LEFT: Outcome = Cancelled("client")
 
 
 class Generation:
-    def __init__(self, call: Call, ask: Ask, tenant: str, fleet: Fleet, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        call: Call,
+        ask: Ask,
+        tenant: str,
+        dialect: Dialect,
+        fleet: Fleet,
+        metrics: Metrics,
+    ) -> None:
         self._call = call
         self._ask = ask
+        self._dialect = dialect
         self._fleet = fleet
         self._metrics = metrics
         self._bell = asyncio.Event()
@@ -62,7 +75,7 @@ class Generation:
         tickets = fleet.start(ask.starts(tenant, mint), self._bell.set)
         self.choices = [_Choice(ticket, ChoiceFold(ask.style)) for ticket in tickets]
         self.folds = [choice.fold for choice in self.choices]
-        self._reply = Reply(ask, call.name, int(time.time()), self.folds)
+        self._writer = dialect.writer(ask, call.name, int(time.time()), self.folds)
         metrics.accepted(sum(map(len, ask.prompts)))
 
     async def run(self) -> ServeError | None:
@@ -84,6 +97,19 @@ class Generation:
             return "completed"
         return tag(self._worst() or _LEFT)
 
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(map(len, self._ask.prompts))
+
+    @property
+    def generated_tokens(self) -> int:
+        return sum(fold.tokens for fold in self.folds)
+
+    def abort(self, by: Leaver) -> None:
+        """End it now; its client is told."""
+        for choice in self.choices:
+            self._fleet.leave(choice.ticket, by)
+
     # ---- the two ways -----------------------------------------------------------------------
 
     async def _whole(self) -> ServeError | None:
@@ -99,18 +125,15 @@ class Generation:
         size += sum(len(one.logprobs) for one in scores if one is not None)
         if self._ask.with_scores and size > LARGE_REPLY_TOKENS:
             # Log-probabilities of a long prompt take seconds to write: others stream meanwhile.
-            written = await asyncio.to_thread(self._written, pieces, scores)
+            written = await asyncio.to_thread(self._writer.whole, pieces, scores)
         else:
-            written = self._written(pieces, scores)
+            written = self._writer.whole(pieces, scores)
         await self._call.whole(200, JSON, written)
         return None
 
-    def _written(self, pieces: list[Piece], scores: list[PromptScores | None]) -> bytes:
-        return encode(self._reply.whole(pieces, scores))
-
     async def _stream(self) -> ServeError | None:
         while not all(fold.over() for fold in self.folds):
-            await self._news()
+            await self._news_or_idle()
             if self._client_left():
                 return None
             error = self._failed()
@@ -118,15 +141,15 @@ class Generation:
                 return error
             if not self._call.started:
                 await self._call.start(200, STREAM, _STREAM_HEADERS)
-                await self._call.write(b"".join(map(event, self._reply.opening())))
+                await self._call.write(self._writer.opening())
             if written := self._chunks():
                 await self._call.write(written)
             if error is not None:
                 # The body ends here without its end mark, and the connection with it: a client
                 # that does not know `error` events still cannot take this for a whole answer.
-                await self._call.write(event(error_body(error)))
+                await self._call.write(self._dialect.failed(error, self._call.name))
                 return None
-        await self._call.send({"type": "http.response.body", "body": self._reply.done()})
+        await self._call.send({"type": "http.response.body", "body": self._writer.done()})
         return None
 
     def _chunks(self) -> bytes:
@@ -135,14 +158,24 @@ class Generation:
         for index, choice in enumerate(self.choices):
             piece = choice.whole()
             choice.pieces.clear()
-            if (chunk := self._reply.delta(index, piece)) is not None:
-                said.append(event(chunk))
+            if piece.parts or piece.scored:
+                said.append(self._writer.delta(index, piece))
             if choice.fold.end is not None and not choice.told:
                 choice.told = True
-                said.append(event(self._reply.final(index, Piece())))
+                said.append(self._writer.final(index))
         return b"".join(said)
 
     # ---- what came --------------------------------------------------------------------------
+
+    async def _news_or_idle(self) -> None:
+        """A stream that has begun is never silent for long, whatever its worker does."""
+        while True:
+            try:
+                async with asyncio.timeout(IDLE_S if self._call.started else None):
+                    await self._news()
+                break
+            except TimeoutError:
+                await self._call.write(self._writer.idle())
 
     async def _news(self) -> None:
         if self._bell.is_set():
@@ -205,4 +238,5 @@ class Generation:
         for index, fold in enumerate(self.folds):
             reason = fold.end.reason if fold.end else None
             prompt = len(self._ask.prompt_of(index))
+            self._metrics.called(*fold.calls)
             self._metrics.ended(fold.failed or _LEFT, reason, prompt, fold.cached_tokens, seconds)

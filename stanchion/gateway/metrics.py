@@ -34,6 +34,7 @@ class Metrics:
         self._hits = self._counter("prefix_cache_hits", "Prompt tokens found in the cache")
         self._ended = self._counter("requests_ended", "Answers ended, any outcome", "outcome")
         self._success = self._counter("request_success", "Answers completed", "finished_reason")
+        self._calls = self._counter("tool_calls", "Tool calls of answers", "state")
         self._replies = self._counter("http_replies", "HTTP replies", "route", "status")
         self._first = self._histogram("time_to_first_token_seconds", "To the first token", _TTFT_S)
         self._next = self._histogram("inter_token_latency_seconds", "Between tokens", _ITL_S)
@@ -45,6 +46,12 @@ class Metrics:
 
     def reply(self, route: str, status: int) -> None:
         self._replies.labels(route, str(status)).inc()
+
+    def called(self, whole: int, cut: int) -> None:
+        """One answer's tool calls: closed by the model, or cut short."""
+        for state, calls in (("whole", whole), ("cut", cut)):
+            if calls:
+                self._calls.labels(state).inc(calls)
 
     def accepted(self, prompt_tokens: int) -> None:
         self._prompt.inc(prompt_tokens)

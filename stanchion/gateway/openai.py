@@ -19,10 +19,17 @@ from stanchion.gateway.body import (
     PROMPTS_MAX,
     ChatBody,
     CompletionBody,
-    Message,
-    Shared,
 )
 from stanchion.gateway.choice import Style
+from stanchion.gateway.conversation import (
+    check_tools,
+    shown_tools,
+    templated,
+    templated_tools,
+    tool_types,
+)
+from stanchion.gateway.detok import decode
+from stanchion.gateway.markup import REASONING_MARKERS, THINK, THOUGHT, TOOL_MARKERS, Markup
 from stanchion.gateway.stops import StopSet
 
 if TYPE_CHECKING:
@@ -30,7 +37,7 @@ if TYPE_CHECKING:
 
 RESERVED = {"self", "messages", "tools", "documents"}  # what a template gets from elsewhere
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+PROMPT_TAIL_TOKENS = 32  # enough for `<think>` and line breaks, a byte a token
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,8 @@ class Limits:
     choices_max: int
     generated_tokens_max: int
     chat_tokens: int
+    tools: bool = False  # the model's format of tool calls is known
+    reasoning: bool = False  # and that of its reasoning
 
     @property
     def tokens_max(self) -> int:
@@ -66,12 +75,12 @@ class Ask:
     style: Style
     salt: str
     stream: bool
-    with_usage: bool
-    with_spec: bool
-    with_ids: bool
-    with_logprobs: bool
-    with_prompt_logprobs: bool
-    echo: bool
+    with_usage: bool = False
+    with_spec: bool = False
+    with_ids: bool = False
+    with_logprobs: bool = False
+    with_prompt_logprobs: bool = False
+    echo: bool = False
 
     @property
     def with_scores(self) -> bool:
@@ -111,8 +120,7 @@ def _seeded(sampling: Sampling, choice: int) -> Sampling:
 
 def check(body: ChatBody | CompletionBody, limits: Limits) -> None:
     """Refuse what can be refused at once: the model's name and the features not served."""
-    if body.model is not None and body.model != limits.model:
-        raise NotFound(f"there is no model {body.model!r} here; there is {limits.model!r}")
+    check_model(body.model, limits)
     for field, changes in _features(body):
         if changes:
             raise RequestRejected(field, "not supported by this server yet; leave it out")
@@ -123,8 +131,14 @@ def check(body: ChatBody | CompletionBody, limits: Limits) -> None:
     if isinstance(body, ChatBody):
         if body.top_logprobs is not None and not body.logprobs:
             raise RequestRejected("top_logprobs", "only where `logprobs` is true")
+        check_tools(body, limits.tools)
     elif body.echo and body.stream and body.logprobs is not None:
         raise RequestRejected("echo", "not with both `stream` and `logprobs`")
+
+
+def check_model(model: str | None, limits: Limits) -> None:
+    if model is not None and model != limits.model:
+        raise NotFound(f"there is no model {model!r} here; there is {limits.model!r}")
 
 
 def _features(body: ChatBody | CompletionBody) -> Iterable[tuple[str, bool]]:
@@ -139,8 +153,6 @@ def _features(body: ChatBody | CompletionBody) -> Iterable[tuple[str, bool]]:
         yield "suffix", body.suffix not in (None, "")
         yield "best_of", body.best_of is not None and body.best_of > (body.n or 1)
         return
-    yield "tools", body.tools not in (None, [])
-    yield "tool_choice", body.tool_choice not in (None, "none", "auto")
     yield "functions", body.functions not in (None, [])
     yield "function_call", body.function_call not in (None, "none", "auto")
     yield "modalities", body.modalities not in (None, ["text"])
@@ -150,19 +162,6 @@ def _features(body: ChatBody | CompletionBody) -> Iterable[tuple[str, bool]]:
 
 
 # ---- second: tokens (a long text should be done on a thread) --------------------------------
-
-
-def text_characters(body: ChatBody | CompletionBody) -> int:
-    if isinstance(body, ChatBody):
-        return sum(_content_characters(message.content) for message in body.messages)
-    parts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    return sum(len(part) for part in parts if isinstance(part, str))
-
-
-def _content_characters(content: Any) -> int:
-    if isinstance(content, list):
-        return sum(len(part.text or "") for part in content)
-    return len(content or "")
 
 
 def tokenise(
@@ -194,45 +193,29 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[Any]:
 
 
 def _chat_tokens(body: ChatBody, vocabulary: Vocabulary, limits: Limits) -> list[int]:
-    messages = [_message(place, message) for place, message in enumerate(body.messages)]
-    settings = body.chat_template_kwargs or {}
+    settings: dict[str, Any] = dict(body.chat_template_kwargs or {})
     if taken := sorted(RESERVED & settings.keys()):
         raise RequestRejected("chat_template_kwargs", f"{taken[0]} is not yours to set")
-    generate = body.add_generation_prompt is not False
-    text = vocabulary.render(messages, **(settings | {"add_generation_prompt": generate}))
+    if body.reasoning_effort is not None:
+        settings["reasoning_effort"] = body.reasoning_effort
+    settings["add_generation_prompt"] = body.add_generation_prompt is not False
+    settings["tools"] = templated_tools(shown_tools(body)) or None
+    text = vocabulary.render(templated(body.messages), **settings)
     return _encode(text, "messages", bool(body.add_special_tokens), vocabulary, limits)
-
-
-def _message(place: int, message: Message) -> dict[str, Any]:
-    where = f"messages[{place}]"
-    if message.role not in ROLES:
-        allowed = ", ".join(ROLES)
-        raise RequestRejected(f"{where}.role", f"must be one of {allowed}; tools come later")
-    if message.tool_calls or message.function_call:
-        raise RequestRejected(f"{where}.tool_calls", "tools are not supported by this server yet")
-    content = message.content
-    if isinstance(content, list):
-        for number, part in enumerate(content):
-            if part.type != "text" or part.text is None:
-                raise RequestRejected(f"{where}.content[{number}]", "only parts of type `text`")
-        content = "".join(part.text or "" for part in content)
-    if content is None and message.role != "assistant":
-        raise RequestRejected(f"{where}.content", "required, and missing")
-    made = {"role": ROLES[message.role], "content": content or ""}
-    extras = {"name": message.name, "reasoning_content": message.reasoning_content}
-    return made | {name: value for name, value in extras.items() if value is not None}
 
 
 def _encode(
     text: str, field: str, special: bool, vocabulary: Vocabulary, limits: Limits
 ) -> list[int]:
-    # Certain to be too long, whatever the tokens: refused without tokenising megabytes.
-    if len(text) > limits.tokens_max * vocabulary.piece_bytes_max:
-        raise RequestRejected(
-            field,
-            f"over {limits.tokens_max} tokens, which is {limits.tokens_max_is}",
-        )
+    check_length(text, field, vocabulary, limits)
     return _checked_ids(vocabulary.encode(text, special), field, limits)
+
+
+def check_length(text: str, field: str, vocabulary: Vocabulary, limits: Limits) -> None:
+    """Refuse what is too long whatever its tokens are, without tokenising megabytes."""
+    if len(text) > limits.tokens_max * vocabulary.piece_bytes_max:
+        said = f"over {limits.tokens_max} tokens, which is {limits.tokens_max_is}"
+        raise RequestRejected(field, said)
 
 
 def _checked_ids(ids: list[int], field: str, limits: Limits) -> list[int]:
@@ -271,7 +254,7 @@ def ask(
         prompts=prompts,
         n=n,
         sampling=sampling,
-        style=_style(body, sampling[0], vocabulary, limits),
+        style=_style(body, prompts[0], sampling[0], vocabulary, limits),
         salt=body.cache_salt or "",
         stream=bool(body.stream),
         with_usage=bool(options and options.include_usage),
@@ -283,17 +266,52 @@ def ask(
     )
 
 
-def _style(body: Shared, sampling: Sampling, vocabulary: Vocabulary, limits: Limits) -> Style:
+def _style(
+    body: ChatBody | CompletionBody,
+    prompt: list[int],
+    sampling: Sampling,
+    vocabulary: Vocabulary,
+    limits: Limits,
+) -> Style:
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     eos = () if sampling.ignore_eos else limits.eos_ids
+    markup = _markup(body, prompt, vocabulary, limits) if isinstance(body, ChatBody) else None
+    skipped = vocabulary.special if body.skip_special_tokens is not False else frozenset()
     return Style(
         pieces=vocabulary.pieces,
-        skipped=vocabulary.special if body.skip_special_tokens is not False else frozenset(),
+        skipped=skipped - _markers(markup, vocabulary),
         stops=StopSet(stops),
         include_stop=bool(body.include_stop_str_in_output),
         end_ids=frozenset((*eos, *sampling.stop_ids)),
         min_tokens=sampling.min_tokens,
+        markup=markup,
     )
+
+
+def _markup(
+    body: ChatBody, prompt: list[int], vocabulary: Vocabulary, limits: Limits
+) -> Markup | None:
+    tools = shown_tools(body)
+    if not (tools or limits.reasoning):
+        return None
+    tail = decode(vocabulary.pieces, prompt[-PROMPT_TAIL_TOKENS:]).rstrip()
+    return Markup(
+        reasoning=limits.reasoning,
+        thinking=limits.reasoning and tail.endswith(THINK),
+        thought=limits.reasoning and tail.endswith(THOUGHT),
+        tools=tool_types(tools) if tools else None,
+        calls_max=1 if body.parallel_tool_calls is False else None,
+    )
+
+
+def _markers(markup: Markup | None, vocabulary: Vocabulary) -> frozenset[int]:
+    """The special tokens that are no layout to skip, since they are what is read."""
+    if markup is None:
+        return frozenset()
+    words: tuple[str, ...] = REASONING_MARKERS if markup.reasoning else ()
+    words += TOOL_MARKERS if markup.tools is not None else ()
+    wanted = {word.encode() for word in words}
+    return frozenset(one for one in vocabulary.special if vocabulary.pieces[one] in wanted)
 
 
 def _sampling(
@@ -309,7 +327,7 @@ def _sampling(
     if body.logit_bias:
         given["logit_bias"] = _bias(body.logit_bias, limits)
     if body.stop_token_ids:
-        given["stop_ids"] = tuple(_known("stop_token_ids", body.stop_token_ids, limits))
+        given["stop_ids"] = tuple(known_ids("stop_token_ids", body.stop_token_ids, limits))
     logprobs = _logprobs(body)
     if logprobs is not None:
         given["logprobs"] = logprobs
@@ -340,12 +358,12 @@ def _logprobs(body: ChatBody | CompletionBody) -> int | None:
 
 
 def _bias(bias: dict[int, float], limits: Limits) -> tuple[tuple[int, float], ...]:
-    _known("logit_bias", bias, limits)
+    known_ids("logit_bias", bias, limits)
     return tuple(sorted(bias.items()))
 
 
-def _known(field: str, ids: Iterable[int], limits: Limits) -> Iterable[int]:
-    if max(ids) >= limits.vocabulary:
+def known_ids(field: str, ids: Iterable[int], limits: Limits) -> Iterable[int]:
+    if max(ids, default=0) >= limits.vocabulary:
         raise RequestRejected(field, f"token ids must be from 0 to {limits.vocabulary - 1}")
     return ids
 

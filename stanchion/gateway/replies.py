@@ -18,8 +18,11 @@ from stanchion.core.errors import Bug, NotFound, RequestRejected, ServeError
 from stanchion.core.messages import PromptScores, Spec, TopToken
 from stanchion.gateway.choice import ChoiceFold, Piece, Scored
 from stanchion.gateway.detok import TextFold, decode
+from stanchion.gateway.dialect import Headers
+from stanchion.gateway.markup import CallArguments, CallOpened, Content, Part, Reasoning
 from stanchion.gateway.openai import Ask
 
+CALL_ID_CHARACTERS = 24  # of ours: with the rest it is under the 40 that other servers take back
 LOGPROB_MIN = -9999.0  # JSON has no minus infinity; this is what vLLM writes
 Json = dict[str, Any]
 encode = msgspec.json.encode
@@ -163,6 +166,26 @@ def _finite(logprob: float | None) -> float | None:
 # ---- the two shapes -------------------------------------------------------------------------
 
 
+class OpenAI:
+    """The dialect."""
+
+    def writer(self, ask: Ask, request: str, created: int, folds: Sequence[ChoiceFold]) -> Reply:
+        return Reply(ask, request, created, folds)
+
+    def error(self, error: ServeError, request: str) -> Json:
+        return error_body(error)
+
+    def failed(self, error: ServeError, request: str) -> bytes:
+        """The message begins with the status that the reply cannot have any more: so do those of
+        OpenAI's client where there is one, and agents tell by it whether to try again."""
+        told = error_body(error)
+        told["error"]["message"] = f"{error.status} {error}"
+        return event(told)
+
+    def marks(self, request: str) -> Headers:
+        return []
+
+
 class Reply:
     """Writes one request's reply. `folds` are its choices, read for usage and acceptance."""
 
@@ -170,6 +193,7 @@ class Reply:
         self._ask = ask
         self._folds = folds
         self._words = Words(ask.style.pieces)
+        self._request = request
         kind = "chat.completion" if ask.chat else "text_completion"
         self._head: Json = {
             "id": ("chatcmpl-" if ask.chat else "cmpl-") + request,
@@ -180,29 +204,30 @@ class Reply:
 
     # Streamed.
 
-    def opening(self) -> list[Json]:
-        """Before any token: roles, and what belongs to the prompt."""
+    def opening(self) -> bytes:
+        """Roles, and what belongs to the prompt."""
         ask = self._ask
         chunks = []
         for index in range(ask.choices):
-            text = self._echo(index) if ask.echo else ""
-            delta = {"role": "assistant", "content": ""} if ask.chat else None
             if not (ask.chat or ask.echo or ask.with_ids):
                 continue
-            choice = self._choice(index, text, (), delta)
+            text = (Content(self._echo(index)),) if ask.echo else ()
+            choice = self._choice(index, text, ())
+            if ask.chat:
+                choice["delta"] = {"role": "assistant", "content": ""}
             chunks.append(self._chunk([choice], self._prompt_ids() if index == 0 else {}))
-        return chunks
+        return b"".join(map(event, chunks))
 
-    def delta(self, index: int, piece: Piece) -> Json | None:
-        """A chunk of one choice; None where the client would see nothing new."""
+    def delta(self, index: int, piece: Piece) -> bytes:
         seen = piece.scored if self._ask.with_logprobs or self._ask.with_ids else ()
-        if not piece.text and not seen:
-            return None
-        return self._chunk([self._choice(index, piece.text, piece.scored)], {})
+        choice = self._choice(index, piece.parts, piece.scored)
+        if not (choice.get("delta") or choice.get("text") or seen):
+            return b""
+        return event(self._chunk([choice], {}))
 
-    def final(self, index: int, piece: Piece) -> Json:
-        choice = self._choice(index, piece.text, piece.scored) | self._finish(index)
-        return self._chunk([choice], spec_fields(self._folds))
+    def final(self, index: int) -> bytes:
+        choice = self._choice(index, (), ()) | self._finish(index)
+        return event(self._chunk([choice], spec_fields(self._folds)))
 
     def done(self) -> bytes:
         if any(fold.end is None for fold in self._folds):
@@ -211,27 +236,53 @@ class Reply:
         chunk = self._head | {"choices": [], "usage": told} | spec_fields(self._folds)
         return (event(chunk) if self._ask.with_usage else b"") + b"data: [DONE]\n\n"
 
+    def idle(self) -> bytes:
+        return b": waiting\n\n"  # a comment: clients of event streams skip it
+
     def _chunk(self, choices: list[Json], extra: Json) -> Json:
         unknown = {"usage": None} if self._ask.with_usage else {}
         running = spec_fields(self._folds) if self._ask.with_spec else {}
         return self._head | {"choices": choices} | unknown | running | extra
 
-    def _choice(
-        self, index: int, text: str, scored: Sequence[Scored], delta: Json | None = None
-    ) -> Json:
+    def _choice(self, index: int, parts: Sequence[Part], scored: Sequence[Scored]) -> Json:
         choice: Json = {"index": index}
         if self._ask.chat:
-            choice["delta"] = delta or ({"content": text} if text else {})
+            choice["delta"] = self._delta(index, parts)
         else:
-            choice["text"] = text
+            choice["text"] = _text(parts, Content)
         choice |= {"logprobs": self._logprobs(scored), "finish_reason": None}
         if self._ask.with_ids:
             choice["token_ids"] = [one.token for one in scored]
         return choice
 
+    def _delta(self, index: int, parts: Sequence[Part]) -> Json:
+        """A call that was cut (`CallCut`) needs no word: its arguments do not end."""
+        told: Json = {
+            "reasoning_content": _text(parts, Reasoning),
+            "content": _text(parts, Content),
+            "tool_calls": self._calls(index, parts),
+        }
+        return {name: value for name, value in told.items() if value}
+
+    def _calls(self, choice: int, parts: Sequence[Part]) -> list[Json]:
+        calls: dict[int, Json] = {}
+        for part in parts:
+            if isinstance(part, CallOpened):
+                calls[part.index] = {
+                    "index": part.index,
+                    "id": f"call_{self._request[:CALL_ID_CHARACTERS]}_{choice}_{part.index}",
+                    "type": "function",
+                    "function": {"name": part.name, "arguments": ""},
+                }
+            elif isinstance(part, CallArguments):
+                call = calls.setdefault(part.index, {"index": part.index, "function": {}})
+                call["function"].setdefault("arguments", "")
+                call["function"]["arguments"] += part.text
+        return list(calls.values())
+
     # Whole.
 
-    def whole(self, pieces: Sequence[Piece], scores: Sequence[PromptScores | None]) -> Json:
+    def whole(self, pieces: Sequence[Piece], scores: Sequence[PromptScores | None]) -> bytes:
         choices = [
             self._whole_choice(index, piece, scores[index // self._ask.n])
             for index, piece in enumerate(pieces)
@@ -240,13 +291,12 @@ class Reply:
         extra = self._prompt_ids() | spec_fields(self._folds)
         if self._ask.chat and self._ask.with_prompt_logprobs:
             extra["prompt_logprobs"] = self._prompt_scores(0, scores[0])
-        return self._head | told | extra
+        return encode(self._head | told | extra)
 
     def _whole_choice(self, index: int, piece: Piece, scores: PromptScores | None) -> Json:
-        choice = self._choice(index, piece.text, piece.scored)
+        choice = self._choice(index, piece.parts, piece.scored)
         if self._ask.chat:
-            del choice["delta"]
-            choice["message"] = {"role": "assistant", "content": piece.text, "refusal": None}
+            choice["message"] = self._message(choice.pop("delta"))
         elif self._ask.echo:
             echoed = self._echo(index)
             choice["text"] = echoed + piece.text
@@ -261,13 +311,24 @@ class Reply:
             choice["prompt_token_ids"] = self._ask.prompt_of(index)
         return choice | self._finish(index)
 
+    @staticmethod
+    def _message(delta: Json) -> Json:
+        calls = delta.pop("tool_calls", [])
+        content = delta.pop("content", None if calls else "")
+        message: Json = {"role": "assistant", "content": content, "refusal": None} | delta
+        if calls:
+            named = ("id", "type", "function")
+            message["tool_calls"] = [{name: call[name] for name in named} for call in calls]
+        return message
+
     # Both.
 
     def _finish(self, index: int) -> Json:
         fold = self._folds[index]
         if fold.end is None:
             raise Bug("a finish reason for a choice that has not ended well")
-        finish: Json = {"finish_reason": fold.end.reason, "stop_reason": fold.end.matched}
+        reason = "tool_calls" if fold.called else fold.end.reason
+        finish: Json = {"finish_reason": reason, "stop_reason": fold.end.matched}
         if fold.draft_record is not None:
             finish["spec_draft_record"] = fold.draft_record
         return finish
@@ -306,6 +367,10 @@ class Reply:
         text = TextFold(self._ask.style.pieces, self._ask.style.skipped)
         ends = list(accumulate(len(text.push(token)) for token in prompt))
         return [0, *ends[:-1]]
+
+
+def _text(parts: Sequence[Part], kind: type[Content] | type[Reasoning]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, kind))
 
 
 def _shifted(scored: Sequence[Scored], by: int) -> list[Scored]:

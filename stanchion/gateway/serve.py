@@ -64,6 +64,7 @@ async def serve(
         try:
             async with fleet.running():
                 with _told(stopping, fleet) as stop:
+                    app.on_drain = stop.begin
                     served = _Served(app, fleet, stop, settings.drain_s)
                     async with supervise(fleet) if supervise else contextlib.nullcontext():
                         return await served.until_stopped(listener, vocabulary, url, on_started)
@@ -87,6 +88,11 @@ class Stopping:
         self.drain = False
         self.now = False
         self.ring: Callable[[], None] = lambda: None  # wakes whoever waits for the workers
+
+    def begin(self) -> None:
+        """To drain, however often it is said."""
+        self.drain = True
+        self.ring()
 
     def __call__(self) -> None:
         self.drain, self.now = True, self.drain
@@ -133,7 +139,7 @@ class _Served:
 
     async def _drain(self) -> bool:
         """True if everything accepted ended by itself."""
-        self.app.draining = True
+        self.app.intake.draining = True
         self.fleet.drain()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.drain_s):
@@ -145,7 +151,7 @@ class _Served:
         return in_time
 
     def _busy(self) -> bool:
-        return bool(len(self.fleet) or self.app.open_calls)
+        return bool(len(self.fleet) or self.app.intake.open_calls)
 
 
 def _fits(vocabulary: Vocabulary, fleet: Fleet) -> None:
@@ -201,8 +207,10 @@ def _listening(settings: GatewaySettings) -> Iterator[tuple[socket.socket, str]]
 
 
 def _config(app: App) -> uvicorn.Config:
-    # uvicorn's own log repeats what ours says, and shows an answer cut on purpose as an error.
-    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+    # uvicorn's own logs repeat what ours says, show an answer cut on purpose as an error, and
+    # write paths as they came, with whatever is in them.
+    for name in ("uvicorn.error", "uvicorn.access"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     return uvicorn.Config(
         app,
         http=BoundedHeaders,

@@ -7,7 +7,9 @@ from ipaddress import ip_address
 from typing import Annotated
 
 from stanchion.core.errors import ConfigError
+from stanchion.gateway.quota import own_quotas
 
+PARSERS = ("auto", "glm", "none")
 _SECONDS = ("body_s", "worker_silence_s", "suspect_s", "stall_s", "drain_s", "retry_after_s")
 
 
@@ -22,6 +24,14 @@ class GatewaySettings:
         default="", repr=False
     )
     served_model_name: Annotated[str, "the model's name in the API; the worker's if empty"] = ""
+    admin_keys: Annotated[tuple[str, ...], "secrets for /admin; none: nobody may"] = field(
+        default=(), repr=False
+    )
+    tool_call_parser: Annotated[str, "auto (by the chat template), glm or none"] = "auto"
+    reasoning_parser: Annotated[str, "auto (by the chat template), glm or none"] = "auto"
+    requests_per_minute: Annotated[int, "of each tenant; 0 means no bound"] = 0
+    tokens_per_minute: Annotated[int, "prompts and answers of each tenant; 0: no bound"] = 0
+    quotas: Annotated[tuple[str, ...], "NAME=REQUESTS:TOKENS a minute, for that tenant"] = ()
     in_flight_max: Annotated[int, "sequences accepted at once; beyond is 429"] = 256
     body_bytes_max: Annotated[int, "largest request body"] = 32 * 2**20
     bodies_bytes_max: Annotated[int, "all request bodies that are being read"] = 512 * 2**20
@@ -45,6 +55,15 @@ class GatewaySettings:
         for name in _SECONDS:
             if not 0 < getattr(self, name) < 10**6:
                 raise ConfigError(f"{name} must be a number of seconds above 0")
+        for name in ("tool_call_parser", "reasoning_parser"):
+            if getattr(self, name) not in PARSERS:
+                raise ConfigError(f"{name} must be one of {', '.join(PARSERS)}")
+        for name in ("requests_per_minute", "tokens_per_minute"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be at least 0")
+        own_quotas(self.quotas)
+        if {*self.admin_keys} & {key.rpartition(":")[2] for key in self.api_keys}:
+            raise ConfigError("admin_keys: a key of a tenant cannot be one of these too")
         if not 0 <= self.port <= 65535:
             raise ConfigError("port must be from 0 to 65535")
 

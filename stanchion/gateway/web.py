@@ -6,16 +6,17 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any
 
-from stanchion.core.errors import Overloaded, RequestRejected, ServeError, TooLarge
+from stanchion.core.errors import Overloaded, QuotaExceeded, RequestRejected, ServeError, TooLarge
 from stanchion.core.request import NAME_CHARACTERS_MAX
-from stanchion.gateway.replies import encode, error_body
+from stanchion.gateway.dialect import Headers
+from stanchion.gateway.replies import encode
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Headers = list[tuple[bytes, bytes]]
 
 JSON = b"application/json"
 DISCARD_BYTES_MAX = 256 * 2**20
@@ -147,14 +148,15 @@ class Call:
     async def write(self, part: bytes) -> None:
         await self.send({"type": "http.response.body", "body": part, "more_body": True})
 
-    async def error(self, error: ServeError, retry_after_s: float) -> None:
+    async def error(self, error: ServeError, body: Any, retry_after_s: float) -> None:
         headers: Headers = []
+        if isinstance(error, Overloaded | QuotaExceeded):
+            retry_after_s = error.retry_after_s
         if error.retry:
-            wait = error.retry_after_s if isinstance(error, Overloaded) else retry_after_s
-            headers.append((b"retry-after", str(max(1, round(wait))).encode()))
+            headers.append((b"retry-after", str(max(1, ceil(retry_after_s))).encode()))
         if error.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
-        await self.json(error.status, error_body(error), headers)
+        await self.json(error.status, body, headers)
 
     async def _discard(self) -> None:
         size = 0

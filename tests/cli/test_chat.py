@@ -15,6 +15,7 @@ from stanchion.core.outcome import PeerLost
 from stanchion.gateway.tokens import byte_vocabulary
 
 from ..gateway.conftest import Gateway, running
+from ..gateway.glm import glm_vocabulary
 from ..gateway.worker import SPEC, FakeWorker, Plan, answer, end, say
 
 
@@ -53,6 +54,17 @@ def test_a_scripted_conversation_keeps_its_history_until_reset(served):
     assert "10 tokens" in shown and "first after" in shown
     assert "acceptance 2.50 tokens a step" in shown and "50% of drafts" in shown
     assert "3 of " in shown
+
+
+def test_reasoning_is_shown_and_not_kept(tmp_path: Path):
+    with FakeWorker(f"ipc://{tmp_path}/worker") as worker:
+        worker.plan = answer("hm\n</think>\nyes")
+        with running(worker, glm_vocabulary(), api_keys=("secret",)) as gateway:
+            code, shown = say_to(gateway, "one\ntwo\n")
+        assert code == 0 and shown.count("hm\n\nyes") == 2 and "first after" in shown
+        assert asked(worker.starts[-1]) == (
+            "<|user|>one<|assistant|>yes<|user|>two<|assistant|><think>"
+        )
 
 
 def test_settings_travel_and_what_was_not_measured_is_not_said(served):

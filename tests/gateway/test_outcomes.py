@@ -63,6 +63,7 @@ def test_an_error_after_tokens_never_looks_like_an_end(
     assert "[DONE]" not in raw and '"finish_reason":"' not in raw
     error = json.loads(raw.strip().split("\n\n")[-1].removeprefix("data: "))["error"]
     assert error["code"] and error["retryable"] is (status != 400)
+    assert error["message"].startswith(f"{status} ")
     whole = client.post(path, json=body(path, stream=False))
     assert whole.status_code == status and "choices" not in whole.json()
 

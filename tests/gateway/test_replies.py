@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from msgspec.json import encode
 
 from stanchion.core import outcome
 from stanchion.core.errors import Bug
@@ -13,7 +14,9 @@ from stanchion.core.request import Sampling
 from stanchion.gateway.choice import ChoiceFold, Style
 from stanchion.gateway.failures import failure
 from stanchion.gateway.openai import Ask
-from stanchion.gateway.replies import Reply, Words, error_body, event, spec_fields
+from stanchion.gateway.replies import OpenAI, Reply, Words, spec_fields
+
+from .conftest import events
 
 BYTES = tuple(bytes([byte]) for byte in range(256))
 BAD = [
@@ -56,18 +59,18 @@ def test_no_success_marker_can_be_written_for_a_failure(ended: outcome.Outcome):
     fold = ChoiceFold(Style(BYTES))
     piece = fold.push(b"hi", [-1.0, -1.0], [[], []])
     reply = Reply(an_ask(), "id", 0, [fold])
-    written = event(reply.delta(0, piece))
+    written = reply.delta(0, piece)
     fold.finish(ended)
-    for marker in (lambda: reply.final(0, piece), reply.done, lambda: reply.whole([piece], [None])):
+    for marker in (lambda: reply.final(0), reply.done, lambda: reply.whole([piece], [None])):
         with pytest.raises(Bug):
             marker()
-    assert not looks_complete(written + event(error_body(failure(ended))))
+    assert not looks_complete(written + OpenAI().failed(failure(ended), "id"))
 
 
 def test_the_old_way_of_telling_an_abort_is_caught():
     """vllm#57082: an engine's abort became a finish reason and a normal end marker."""
     finish = {"choices": [{"index": 0, "delta": {}, "finish_reason": "abort"}]}
-    assert looks_complete(event(finish) + b"data: [DONE]\n\n")
+    assert looks_complete(b"data: " + encode(finish) + b"\n\ndata: [DONE]\n\n")
 
 
 def test_done_waits_for_every_choice():
@@ -109,7 +112,7 @@ def test_tokens_with_different_bytes_have_different_keys():
 def test_a_chunk_has_exactly_openais_keys():
     fold = ChoiceFold(Style(BYTES))
     reply = Reply(an_ask(with_usage=True), "id", 7, [fold])
-    (opening,) = reply.opening()
+    (opening,) = events(reply.opening().decode())
     assert opening == {
         "id": "chatcmpl-id",
         "object": "chat.completion.chunk",
@@ -126,10 +129,11 @@ def test_a_chunk_has_exactly_openais_keys():
         "usage": None,
     }
     piece = fold.push(b"hi", [-1.0, -1.0], [[], []])
-    assert reply.delta(0, piece)["choices"][0]["delta"] == {"content": "hi"}
-    assert reply.delta(0, fold.push(b"", [], [])) is None
+    (chunk,) = events(reply.delta(0, piece).decode())
+    assert chunk["choices"][0]["delta"] == {"content": "hi"}
+    assert reply.delta(0, fold.push(b"", [], [])) == b""
     fold.finish(outcome.Completed("length"))
-    final = reply.final(0, fold.push(b"", [], []))["choices"][0]
+    final = events(reply.final(0).decode())[0]["choices"][0]
     assert (final["delta"], final["finish_reason"]) == ({}, "length")
     usage = json.loads(reply.done().split(b"\n\n")[0][6:])
     assert usage["choices"] == [] and usage["usage"]["total_tokens"] == 4
