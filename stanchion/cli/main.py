@@ -77,6 +77,7 @@ SERVE_FLAGS: Flags = {
     "port": "gateway.port",
     "served-model-name": "gateway.served_model_name",
     "join": "cluster.join",
+    "integrity": "gateway.integrity",
     **VERIFY_FLAGS,
 }
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from ipaddress import ip_address
-from typing import Annotated
+from typing import Annotated, get_args
 
 from stanchion.core.errors import ConfigError
+from stanchion.gateway.monitor.guard import Mode
 
 _SECONDS = ("body_s", "worker_silence_s", "suspect_s", "stall_s", "drain_s", "retry_after_s")
 
@@ -33,6 +34,12 @@ class GatewaySettings:
     stall_s: Annotated[float, "running without progress for so long is not ready"] = 30.0
     drain_s: Annotated[float, "longest time that SIGTERM waits for what was accepted"] = 300.0
     retry_after_s: Annotated[float, "what a refused client is told to wait"] = 1.0
+    integrity: Annotated[str, "off, report, balanced, guarded or strict"] = "balanced"
+    hold_tokens: Annotated[int, "guarded: tokens that wait for the monitor"] = 128
+    witness_tokens_max: Annotated[int, "prefill tokens a minute for witnesses"] = 2_000_000
+    retries_share: Annotated[float, "quality retries a minute, of its requests"] = 0.1
+    retries_spare: Annotated[int, "quality retries a minute besides, for little traffic"] = 10
+    baselines: Annotated[str, "file of healthy answers' baselines; empty: ours"] = ""
 
     def check(self) -> None:
         if not self.api_keys and not _loopback(self.host):
@@ -45,6 +52,11 @@ class GatewaySettings:
         for name in _SECONDS:
             if not 0 < getattr(self, name) < 10**6:
                 raise ConfigError(f"{name} must be a number of seconds above 0")
+        if self.integrity not in get_args(Mode):
+            raise ConfigError(f"integrity must be one of {', '.join(get_args(Mode))}")
+        for name in ("hold_tokens", "witness_tokens_max", "retries_share", "retries_spare"):
+            if not 0 <= getattr(self, name) < 10**12:
+                raise ConfigError(f"{name} must be 0 or more")
         if not 0 <= self.port <= 65535:
             raise ConfigError("port must be from 0 to 65535")
 
