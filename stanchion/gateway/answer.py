@@ -196,7 +196,7 @@ class Answer:
             return self._say(asked.wanted, Unwitnessed(f"the witness ended: {tag}"))
         cold = asked.scores.logprobs[len(self._start.tokens) - 1 :] if asked.scores else []
         logged = self._guard.logprobs[: asked.wanted.tokens]
-        return self._say(asked.wanted, judge(logged, cold, self._books.scale), asked.lives)
+        return self._say(asked.wanted, judge(logged, cold, self._books.scale()), asked.lives)
 
     def _say(self, wanted: Witness, said: Verdict, lives: Sequence[Life] = ()) -> list[Effect]:
         kind = wanted.kind

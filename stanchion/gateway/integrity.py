@@ -54,11 +54,12 @@ class Integrity:
         self.workers = workers
         self.now = now
         self.mode = cast(Mode, settings.integrity)
-        self.scale = Scale()
         self.allowance = Allowance(settings.witness_tokens_max)
         self.retries = RetryBudget(settings.retries_share, settings.retries_spare)
         self.draft_faults = DraftFaults()
-        self._baselines = _baselines(settings.baselines) if self.mode != "off" else None
+        self._baselines = (
+            baseline.NO_BASELINES if self.mode == "off" else _baselines(settings.baselines)
+        )
         self._epochs: Counter[Life] = Counter()  # confirmed answers
         self.anomalies: Counter[tuple[str, str]] = Counter()  # by kind and action
         self.verdicts: Counter[str] = Counter()
@@ -110,12 +111,17 @@ class Integrity:
         if self.mode == "report":
             return Rules("report", text=False)
         hello = self.workers.hello
-        if hello is None or self._baselines is None:
+        if hello is None:
             return Rules()
         drafts = hello.draft_tokens
         if sampling.draft_tokens is not None:
             drafts = min(drafts, sampling.draft_tokens)
         return Rules(baseline=self._baselines.of(hello.model, hello.revision, drafts))
+
+    def scale(self) -> Scale:
+        """How far apart clean runs of what is served are."""
+        hello = self.workers.hello
+        return Scale() if hello is None else self._baselines.scale(hello.model, hello.revision)
 
     # ---- books ------------------------------------------------------------------------------
 

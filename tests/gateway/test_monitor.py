@@ -7,6 +7,7 @@ import json
 import math
 import random
 from collections.abc import Iterator, Sequence
+from importlib import resources
 
 import pytest
 from hypothesis import given, settings
@@ -15,10 +16,11 @@ from hypothesis import strategies as st
 from stanchion.core.errors import ConfigError
 from stanchion.core.messages import Spec
 from stanchion.gateway.monitor import baseline, calibrated
-from stanchion.gateway.monitor.baseline import RANKS, Baseline, Baselines, learn, rank
+from stanchion.gateway.monitor.baseline import RANKS, Baseline, Baselines, Clean, learn, rank
 from stanchion.gateway.monitor.calibrated import Calibrated, Tilts, threshold
 from stanchion.gateway.monitor.fold import Acceptance, Monitor, Reading, Rules
 from stanchion.gateway.monitor.report import NOTHING, Literal, Windows, gained
+from stanchion.gateway.monitor.witness import Scale
 from stanchion.gateway.monitor.words import Suspicion
 from stanchion.gateway.tokens import byte_vocabulary
 
@@ -402,5 +404,13 @@ def test_a_baseline_wants_a_whole_window() -> None:
         learn("m", "1", DRAFTS, "any", [[1] * 63])
 
 
+def test_how_far_clean_runs_are_apart_is_in_the_file() -> None:
+    clean = Clean(model="m", revision="1", drift=0.01, threshold=0.5, runs=40)
+    found = baseline.read(baseline.write([], [clean]), "a file")
+    assert found.scale("m", "1") == Scale(0.01, 0.5, 40)
+    assert found.scale("m", "2") == Scale() and Scale().runs == 0, "nobody measured it"
+
+
 def test_ours_can_be_read() -> None:
-    assert isinstance(baseline.NO_BASELINES, Baselines)
+    ours = resources.files("stanchion.gateway.monitor") / "baselines.json"
+    assert isinstance(baseline.read(ours.read_bytes(), "ours"), Baselines)

@@ -1,7 +1,8 @@
 """What healthy answers look like, as data: learnt once, kept in a file, read back. Pure.
 
-A file has a version and one entry for each (model, revision, draft length, thinking mode). A file
-of another version, or one that is not whole, is a ConfigError and never half a baseline.
+A file has a version, one baseline for each (model, revision, draft length, thinking mode), and for
+each (model, revision) how far clean runs are apart. A file of another version, or one that is not
+whole, is a ConfigError and never half a baseline.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from msgspec import Meta, Struct
 
 from stanchion.core.errors import ConfigError
 from stanchion.core.request import DRAFT_TOKENS_MAX
+from stanchion.gateway.monitor.witness import Scale
 
 WINDOW_STEPS = 64
 RANKS = 16  # bins of token ids, lowest first; BPE gives late and rare merges the highest
@@ -50,9 +52,20 @@ class Baseline(Struct, frozen=True, kw_only=True):
             raise ValueError(f"ranks must have {RANKS} counts of a vocabulary of {RANKS} or more")
 
 
+class Clean(Struct, frozen=True, kw_only=True):
+    """A witness's `Scale`, learnt from so many clean runs."""
+
+    model: str
+    revision: str
+    drift: Annotated[float, Meta(gt=0.0)]
+    threshold: Annotated[float, Meta(gt=0.0)]
+    runs: Annotated[int, Meta(ge=1)]
+
+
 class Baselines(Struct, frozen=True, kw_only=True):
     version: Literal[1]
     baselines: tuple[Baseline, ...]
+    clean: tuple[Clean, ...] = ()
 
     def of(
         self, model: str, revision: str, draft_tokens: int, thinking: Thinking = "any"
@@ -64,6 +77,13 @@ class Baselines(Struct, frozen=True, kw_only=True):
                 if known == (model, revision, draft_tokens, mode):
                     return one
         return None
+
+    def scale(self, model: str, revision: str) -> Scale:
+        """Where nobody measured it, the default, which is wide."""
+        for one in self.clean:
+            if (one.model, one.revision) == (model, revision):
+                return Scale(one.drift, one.threshold, one.runs)
+        return Scale()
 
 
 NO_BASELINES = Baselines(version=1, baselines=())
@@ -77,8 +97,8 @@ def read(raw: bytes, name: str) -> Baselines:
         raise ConfigError(f"{name} has no baselines of version 1: {error}") from None
 
 
-def write(baselines: Sequence[Baseline]) -> bytes:
-    made = Baselines(version=1, baselines=tuple(baselines))
+def write(baselines: Sequence[Baseline], clean: Sequence[Clean] = ()) -> bytes:
+    made = Baselines(version=1, baselines=tuple(baselines), clean=tuple(clean))
     return msgspec.json.format(msgspec.json.encode(made), indent=1) + b"\n"
 
 
