@@ -53,8 +53,11 @@ class Answer:
         style: Style,
         ring: Ring,
         mint: Mint,
+        rule: str = "report",
     ) -> None:
+        """`rule`: by which its acceptance is judged, where there are counters."""
         self._books = books
+        self._rule = rule
         self._start = start
         self._ticket = ticket
         self._guard = guard
@@ -129,6 +132,7 @@ class Answer:
         guard.released = last
         if ended is not None and not self._told:
             self._told = True
+            self._books.monitored["none" if self._spec is None else self._rule] += 1
             self._count(isinstance(ended, Completed))
         return Mail(
             guard.tokens[first:last],

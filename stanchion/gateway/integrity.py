@@ -61,6 +61,7 @@ class Integrity:
             baseline.NO_BASELINES if self.mode == "off" else _baselines(settings.baselines)
         )
         self._epochs: Counter[Life] = Counter()  # confirmed answers
+        self.monitored: Counter[str] = Counter()  # answers, by the rule for their acceptance
         self.anomalies: Counter[tuple[str, str]] = Counter()  # by kind and action
         self.verdicts: Counter[str] = Counter()
         self.outcomes: Counter[str] = Counter()  # of quality retries
@@ -77,10 +78,13 @@ class Integrity:
         tickets = self.workers.start(starts, ring)
         for start in starts:
             self.retries.request(start.tenant, self.now())
-        return [
-            Answer(self, start, ticket, self._guard(start, style, streams), style, ring, mint)
-            for start, ticket in zip(starts, tickets, strict=True)
-        ]
+        answers: list[Reader] = []
+        for start, ticket in zip(starts, tickets, strict=True):
+            rules = self._rules(start.sampling)
+            guard = self._guard(rules, start, style, streams)
+            rule = "report" if rules.baseline is None else rules.acceptance
+            answers.append(Answer(self, start, ticket, guard, style, ring, mint, rule))
+        return answers
 
     def leave(self, reader: Reader, by: Leaver) -> None:
         if isinstance(reader, Answer):
@@ -100,8 +104,7 @@ class Integrity:
 
     # ---- of one answer ----------------------------------------------------------------------
 
-    def _guard(self, start: Start, style: Style, streams: bool) -> Guard:
-        rules = self._rules(start.sampling)
+    def _guard(self, rules: Rules, start: Start, style: Style, streams: bool) -> Guard:
         reading = Reading(start.tokens, style.pieces, style.skipped, style.end_ids)
         contract = Contract(self.mode, streams, resumable(start), self._settings.hold_tokens)
         stops = (lambda: stopper(style)) if style.stops else None

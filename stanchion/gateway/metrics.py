@@ -140,7 +140,14 @@ def _integrity(told: Integrity) -> Iterator[Metric]:
     )
     for outcome in ("completed", "failed", "over_budget", "no_worker"):
         retries.add_metric((outcome,), told.outcomes[outcome])
-    yield from (anomalies, verdicts, retries)
+    monitored = CounterMetricFamily(
+        _PREFIX + "monitored_answers",
+        "Answers looked at, by the rule for acceptance; none: without counters",
+        labels=("acceptance",),
+    )
+    for rule in ("calibrated", "report", "none"):
+        monitored.add_metric((rule,), told.monitored[rule])
+    yield from (monitored, anomalies, verdicts, retries)
     words = "Prefill tokens computed for witnesses"
     yield CounterMetricFamily(_PREFIX + "witness_tokens", words, told.witness_tokens)
     words = "Workers whose drafts are at fault: speculation is off there"

@@ -16,7 +16,7 @@ from stanchion.core.outcome import Completed
 
 from .worker import EOS, Plan, end, say
 
-TEXT = "".join(f"line {at}: {at * 7919 % 1000:03d} of an answer\n" for at in range(16))
+TEXT = "".join(f"line {at}: {at * 7919 % 1000:03d} de la r\u00e9ponse\n" for at in range(16))
 TOKENS = [*TEXT.encode(), EOS]
 DRAFTS = 3
 

@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,28 @@ def two(folder: Path, **settings: Any) -> Iterator[tuple[Gateway, Workers]]:
         yield made
 
 
+Clusters = Callable[[str], tuple[Gateway, Workers]]
+
+
+@pytest.fixture(scope="module")
+def of_mode(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clusters]:
+    """Two workers and a gateway of that mode, for all tests that count nothing."""
+    with ExitStack() as stack:
+        made: dict[str, tuple[Gateway, Workers]] = {}
+
+        def of(mode: str) -> tuple[Gateway, Workers]:
+            if mode not in made:
+                folder = tmp_path_factory.mktemp(mode)
+                made[mode] = stack.enter_context(two(folder, integrity=mode, retries_spare=1000))
+            return made[mode]
+
+        yield of
+
+
 def lies(workers: Workers, first: Callable[[Start], Plan]) -> None:
     plan = once(first, HONEST)
     for worker in workers.values():
+        worker.starts.clear()
         worker.plan = plan
 
 
@@ -87,8 +106,10 @@ def whole(client: httpx.Client, **more: Any) -> httpx.Response:
 
 # ---- each mode ------------------------------------------------------------------------------
 
-ONSET = 100
-# Clean tokens that were sent, then damage that is seen in the batch that brings it.
+# Clean tokens that were sent, up to the middle of a character; then damage that is seen in the
+# batch that brings it.
+ONSET = TEXT.encode().index("\u00e9".encode(), 90) + 1
+SHOWN = len(bytes(TOKENS[: ONSET - 1]).decode())  # characters before the one that is cut
 FRESH = Attempt(onset=ONSET, junk=[*BAD, *b"more"], batch=ONSET - 1)
 
 
@@ -101,7 +122,7 @@ FRESH = Attempt(onset=ONSET, junk=[*BAD, *b"more"], batch=ONSET - 1)
         ("strict", TEXT, False),
     ],
 )
-def test_old_damage(tmp_path: Path, mode: str, streamed_text: str | None, error: bool) -> None:
+def test_old_damage(of_mode: Clusters, mode: str, streamed_text: str | None, error: bool) -> None:
     """Low acceptance from the first step: 129 tokens raise the suspicion, and by then the reader of
     a mode that streams at once has some of the damage, which begins at the 41st."""
     gate = threading.Event()
@@ -111,64 +132,64 @@ def test_old_damage(tmp_path: Path, mode: str, streamed_text: str | None, error:
         gate.set()
 
     def seen(raw: str) -> None:
-        if len(_text(raw)) >= 60:
+        if len(_text(raw)) >= 50:
             gate.set()
 
-    with two(tmp_path, integrity=mode) as (gateway, workers):
-        lies(workers, old)
-        text, said, done = streamed(gateway.client, seen)
-        assert done is not error
-        if error:
-            assert said[-1]["error"]["code"] == "output_suspect"
-            assert said[-1]["error"]["retryable"] is True
-        else:
-            assert text == streamed_text
-        assert len(attempts(workers)) == (1 if error else 2)
-        gate.set()
-        lies(workers, old)
-        reply = whole(gateway.client).json()  # nothing was sent: made again in every mode
-        assert reply["choices"][0]["text"] == TEXT
-        assert reply["usage"]["completion_tokens"] == len(TOKENS)
+    gateway, workers = of_mode(mode)
+    lies(workers, old)
+    text, said, done = streamed(gateway.client, seen)
+    assert done is not error
+    if error:
+        assert said[-1]["error"]["code"] == "output_suspect"
+        assert said[-1]["error"]["retryable"] is True
+    else:
+        assert text == streamed_text
+    assert len(attempts(workers)) == (1 if error else 2)
+    gate.set()
+    lies(workers, old)
+    reply = whole(gateway.client).json()  # nothing was sent: made again in every mode
+    assert reply["choices"][0]["text"] == TEXT
+    assert reply["usage"]["completion_tokens"] == len(TOKENS)
 
 
 @pytest.mark.parametrize("mode", ["balanced", "guarded", "strict"])
-def test_fresh_damage_is_spliced_at_its_onset(tmp_path: Path, mode: str) -> None:
-    with two(tmp_path, integrity=mode) as (gateway, workers):
-        lies(workers, FRESH)
-        text, said, done = streamed(gateway.client)
-        assert (text, done) == (TEXT, True)
-        usage = [one["usage"] for one in said if one.get("usage")]
-        assert [one["completion_tokens"] for one in usage] == [len(TOKENS)]
-        reasons = [one["choices"][0]["finish_reason"] for one in said if one.get("choices")]
-        assert [one for one in reasons if one] == ["stop"]
-        assert len({one["id"] for one in said}) == 1
-        first, second = sorted(attempts(workers), key=lambda one: len(one.tokens))
-        assert second.tokens == [*first.tokens, *TOKENS[:ONSET]]
-        assert second.sampling.max_tokens == first.sampling.max_tokens - ONSET
-        assert second.salt != first.salt and second.request != first.request
-        names = {name: len(worker.starts) for name, worker in workers.items()}
-        assert all(names.values()), "the other worker witnesses and makes it again"
-        for one in witnesses(workers):
-            assert one.salt not in (first.salt, second.salt)
-            assert one.tokens[: ONSET + 1] == second.tokens
+def test_fresh_damage_is_spliced_at_its_onset(of_mode: Clusters, mode: str) -> None:
+    gateway, workers = of_mode(mode)
+    lies(workers, FRESH)
+    text, said, done = streamed(gateway.client)
+    assert (text, done) == (TEXT, True)
+    usage = [one["usage"] for one in said if one.get("usage")]
+    assert [one["completion_tokens"] for one in usage] == [len(TOKENS)]
+    reasons = [one["choices"][0]["finish_reason"] for one in said if one.get("choices")]
+    assert [one for one in reasons if one] == ["stop"]
+    assert len({one["id"] for one in said}) == 1
+    first, second = sorted(attempts(workers), key=lambda one: len(one.tokens))
+    assert second.tokens == [*first.tokens, *TOKENS[:ONSET]]
+    assert second.sampling.max_tokens == first.sampling.max_tokens - ONSET
+    assert second.salt != first.salt and second.request != first.request
+    names = {name: len(worker.starts) for name, worker in workers.items()}
+    assert all(names.values()), "the other worker witnesses and makes it again"
+    for one in witnesses(workers):
+        assert one.salt not in (first.salt, second.salt)
+        assert one.tokens[: ONSET + 1] == second.tokens
 
 
-def test_a_chat_has_its_role_once(tmp_path: Path) -> None:
-    with two(tmp_path) as (gateway, workers):
+def test_a_chat_has_its_role_once(of_mode: Clusters) -> None:
+    gateway, workers = of_mode("balanced")
 
-        def plan(start: Start) -> Plan:
-            return _shifted(start, once_plan)
+    def plan(start: Start) -> Plan:
+        return _shifted(start, once_plan)
 
-        once_plan = once(FRESH, HONEST)
-        for worker in workers.values():
-            worker.plan = plan
-        with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="x", max_retries=0) as sdk:
-            stream = sdk.chat.completions.create(
-                model="hashed", messages=[{"role": "user", "content": "x"}], stream=True
-            )
-            deltas = [chunk.choices[0].delta for chunk in stream]
-        assert "".join(one.content or "" for one in deltas) == TEXT
-        assert [one.role for one in deltas if one.role] == ["assistant"]
+    once_plan = once(FRESH, HONEST)
+    for worker in workers.values():
+        worker.plan = plan
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="x", max_retries=0) as sdk:
+        stream = sdk.chat.completions.create(
+            model="hashed", messages=[{"role": "user", "content": "x"}], stream=True
+        )
+        deltas = [chunk.choices[0].delta for chunk in stream]
+    assert "".join(one.content or "" for one in deltas) == TEXT
+    assert [one.role for one in deltas if one.role] == ["assistant"]
 
 
 def _shifted(start: Start, plan: Callable[[Start], Plan]) -> Plan:
@@ -181,6 +202,55 @@ def _shifted(start: Start, plan: Callable[[Start], Plan]) -> Plan:
         logprobs = [-1.0, -1.0, *said[0].logprobs]
         return [replace(said[0], logprobs=logprobs, top=[[] for _ in logprobs]), said[1]]
     return plan(replace(start, tokens=start.tokens[2:]))
+
+
+def test_the_public_client_raises_when_the_monitor_stops_a_stream(of_mode: Clusters) -> None:
+    """D21: what it has by then is a prefix, and nothing says that it is whole."""
+    gate = threading.Event()
+    gateway, workers = of_mode("balanced")
+    junk = TEXT.swapcase().encode()[40:400]
+    lies(workers, Attempt(onset=40, junk=junk, accepted=0, gates={60: gate}))
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="x", max_retries=0) as sdk:
+        text, finished = "", []
+        with pytest.raises(openai.APIError, match="confirmed after it was sent"):
+            for part in sdk.completions.create(
+                model="hashed", prompt="x", max_tokens=2000, stream=True
+            ):
+                text += part.choices[0].text
+                finished += [one for one in [part.choices[0].finish_reason] if one]
+                if len(text) >= 50:
+                    gate.set()
+    assert not finished and text[:38] == TEXT[:38]
+
+
+@pytest.mark.parametrize("mode", ["balanced", "guarded", "strict"])
+def test_healthy_copying_is_never_cut_off(tmp_path: Path, mode: str) -> None:
+    """D16: an acceptance of 100 % and a witness that finds nothing."""
+    with two(tmp_path, integrity=mode) as (gateway, workers):
+        for worker in workers.values():
+            worker.plan = Attempt(accepted=3)
+        assert all(streamed(gateway.client)[0] == TEXT for _ in range(4))
+        assert len(attempts(workers)) == 4
+        seen = values(gateway.client)
+        assert seen["stanchion:output_anomalies_total|witness|high_acceptance"] >= 1
+        assert seen["stanchion:witness_verdicts_total|confirmed"] == 0
+
+
+def test_a_pair_is_left_for_another_one(tmp_path: Path) -> None:
+    names = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+    with cluster(tmp_path, *names) as (gateway, workers):
+        gateway.until_ready()
+        lies(workers, FRESH)
+        assert streamed(gateway.client)[0] == TEXT
+        first, second = sorted(attempts(workers), key=lambda one: len(one.tokens))
+        assert first.prefill is not None and second.prefill is not None
+        assert first.prefill.name != second.prefill.name
+        (witness,) = witnesses(workers)
+        assert witness.prefill is not None and witness.prefill.name != first.prefill.name
+        decoders = {name: worker.starts for name, worker in workers.items() if worker.starts}
+        assert {name: first in starts for name, starts in decoders.items()} == {
+            name: second not in starts for name, starts in decoders.items()
+        }
 
 
 class NoOnset(Guard):
@@ -200,24 +270,22 @@ def test_a_splice_that_ignores_the_onset_is_caught(
         assert text != TEXT
 
 
-def test_off_is_off(tmp_path: Path) -> None:
-    with two(tmp_path, integrity="off") as (gateway, workers):
-        lies(workers, FRESH)
-        text, _, done = streamed(gateway.client)
-        assert done and text != TEXT
-        assert len(attempts(workers)) == 1 and not witnesses(workers)
+def test_off_is_off(of_mode: Clusters) -> None:
+    gateway, workers = of_mode("off")
+    lies(workers, FRESH)
+    text, _, done = streamed(gateway.client)
+    assert done and text != TEXT
+    assert len(attempts(workers)) == 1 and not witnesses(workers)
 
 
-def test_strict_witnesses_what_nobody_suspects(tmp_path: Path) -> None:
+def test_strict_witnesses_what_nobody_suspects(of_mode: Clusters) -> None:
     """A fluent answer to another prompt: good text, good acceptance, and scores that are not."""
     other = Attempt(onset=0, junk=[*TEXT.upper().encode(), EOS])
-    with two(tmp_path, integrity="balanced") as (gateway, workers):
+    for mode, text in (("balanced", TEXT.upper()), ("strict", TEXT)):
+        gateway, workers = of_mode(mode)
         lies(workers, other)
-        assert streamed(gateway.client)[0] == TEXT.upper()
-    with two(tmp_path, integrity="strict") as (gateway, workers):
-        lies(workers, other)
-        assert streamed(gateway.client)[0] == TEXT
-        assert len(witnesses(workers)) == 2
+        assert streamed(gateway.client)[0] == text
+        assert len(witnesses(workers)) == (2 if mode == "strict" else 0)
 
 
 def test_without_another_worker_strict_fails_and_balanced_says_unwitnessed(tmp_path: Path) -> None:
@@ -255,7 +323,7 @@ def test_beyond_its_budget_a_witness_is_not_asked(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_broken_attempt_is_taken_up_where_it_was_clean(
-    tmp_path: Path, how: str, at: int, stream: bool
+    of_mode: Clusters, how: str, at: int, stream: bool
 ) -> None:
     """Also behind the end token: all that was said is cleared, so the answer is whole."""
 
@@ -266,29 +334,29 @@ def test_a_broken_attempt_is_taken_up_where_it_was_clean(
             return [*said, say(start, "?", logprobs=[float("nan")]), threading.Event()]
         return [*said, end(start, OutputSuspect("a page differs"))]
 
-    with two(tmp_path) as (gateway, workers):
-        lies(workers, breaks)
-        if stream:
-            text, _, done = streamed(gateway.client)
-            assert (text, done) == (TEXT, True)
-        else:
-            assert whole(gateway.client).json()["choices"][0]["text"] == TEXT
+    gateway, workers = of_mode("balanced")
+    lies(workers, breaks)
+    if stream:
+        text, _, done = streamed(gateway.client)
+        assert (text, done) == (TEXT, True)
+    else:
+        assert whole(gateway.client).json()["choices"][0]["text"] == TEXT
 
 
-def test_stop_strings_hold_over_a_splice(tmp_path: Path) -> None:
+def test_stop_strings_hold_over_a_splice(of_mode: Clusters) -> None:
     """The stop begins in the first attempt and is completed by the second."""
-    stop = TEXT[ONSET - 8 : ONSET + 8]
-    assert TEXT.index(stop) == ONSET - 8
+    stop = TEXT[SHOWN - 16 : SHOWN + 2]
+    assert TEXT.index(stop) == SHOWN - 16
     for mode in ("balanced", "guarded", "strict"):
-        with two(tmp_path, integrity=mode) as (gateway, workers):
-            lies(workers, FRESH)
-            text, said, done = streamed(gateway.client, stop=[stop])
-            assert (text, done) == (TEXT[: ONSET - 8], True)
-            assert [
-                one["choices"][0]["stop_reason"]
-                for one in said
-                if one.get("choices") and one["choices"][0]["finish_reason"]
-            ] == [stop]
+        gateway, workers = of_mode(mode)
+        lies(workers, FRESH)
+        text, said, done = streamed(gateway.client, stop=[stop])
+        assert (text, done) == (TEXT[: SHOWN - 16], True)
+        assert [
+            one["choices"][0]["stop_reason"]
+            for one in said
+            if one.get("choices") and one["choices"][0]["finish_reason"]
+        ] == [stop]
 
 
 # ---- whose fault ----------------------------------------------------------------------------
@@ -372,10 +440,11 @@ def test_what_is_counted_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert seen["stanchion:witness_verdicts_total|confirmed"] == 1
     assert seen["stanchion:quality_retries_total|completed"] == 1
     assert seen["stanchion:witness_tokens_total"] >= ONSET
+    assert seen["stanchion:monitored_answers_total|report"] == 1
     lines = [json.loads(one.message) for one in caplog.records if one.name == "stanchion.gateway"]
     assert {one["event"] for one in lines} >= {"anomaly", "verdict", "generation"}
     assert all(set(line) <= set(Line.__struct_fields__) for line in lines)
-    assert not any(word in caplog.text for word in ("answer\\n", "line 1"))
+    assert not any(word in caplog.text for word in ("ponse", "line 1"))
     (verdict,) = [one for one in lines if one["event"] == "verdict"]
     assert (verdict["verdict"], verdict["token"]) == ("confirmed", ONSET)
 
