@@ -158,6 +158,7 @@ class World:
         elif self.mode == "strict" or not self.streams:
             assert self.sent == [], "something was sent before it was cleared"
         else:
+            assert len(self.sent) <= len(ORACLE), "something was sent twice"
             # A failure: a right prefix, or one that a single attempt spoilt to its end.
             right = [one == ORACLE[at] for at, one in enumerate(self.sent)]
             assert right == sorted(right, reverse=True), "two attempts were mixed"
@@ -172,7 +173,7 @@ def drawn(seed: int, mode: Mode, streams: bool, **more: Any) -> World:
         if onset is not None:
             # It is suspected sooner or later, wherever it is taken up.
             marks |= {onset + 1 + choices.pick(len(ORACLE) - onset), len(ORACLE)}
-        broken = choices.pick(len(ORACLE)) if onset is None and choices.pick(5) == 0 else None
+        broken = choices.pick(len(ORACLE)) if choices.pick(4) == 0 else None
         attempts.append(Attempt(onset, tuple(sorted(marks)), broken_at=broken))
     return World(choices, mode, streams, attempts, **more)
 

@@ -259,6 +259,8 @@ class Guard:
 
     def _go_on(self) -> list[Effect]:
         if self._broken is not None:
+            if self._cleared < len(self.tokens):
+                return [self._ask(self._broken.kind)]
             return self._again(len(self.tokens), self._broken)
         if self._open is not None and len(self.tokens) >= 2 * self._looked:
             return [self._ask(self._open.kind)]
