@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import exp, log
 
 from stanchion.core.messages import Spec
@@ -80,6 +81,7 @@ class Direction:
         return self.gain * accepted - self.cost * steps
 
 
+@cache
 def directions(baseline: Baseline) -> tuple[Direction, ...]:
     """Where healthy answers reach an acceptance of 1 or 0, no test looks beyond."""
     tilts, most = Tilts.of(baseline.accepted), baseline.draft_tokens
