@@ -79,6 +79,7 @@ SERVE_FLAGS: Flags = {
     "tool-call-parser": "gateway.tool_call_parser",
     "reasoning-parser": "gateway.reasoning_parser",
     "join": "cluster.join",
+    "integrity": "gateway.integrity",
     **VERIFY_FLAGS,
 }
 

@@ -84,6 +84,12 @@ def gateway_settings(config: Config, api_keys: Keys, peer_key: str) -> GatewaySe
         worker_silence_s=max(WORKER_SILENCE_S, cluster.silence_s),
         suspect_s=max(cluster.suspect_s, cluster.silence_s) if alone else cluster.suspect_s,
         peer_key=peer_key,
+        integrity=gateway.integrity,
+        hold_tokens=gateway.hold_tokens,
+        witness_tokens_max=gateway.witness_tokens_max,
+        retries_share=gateway.retries_share,
+        retries_spare=gateway.retries_spare,
+        baselines=gateway.baselines,
     )
 
 

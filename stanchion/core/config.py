@@ -75,6 +75,14 @@ class Gateway:
     ] = ""
     in_flight_max: Annotated[int, "requests accepted at once; more get 429"] = 256
     drain_s: Annotated[float, "how long SIGTERM waits for what was accepted"] = 300.0
+    integrity: Annotated[
+        str, "what is done about wrong output: off, report, balanced, guarded or strict"
+    ] = "balanced"
+    hold_tokens: Annotated[int, "guarded: tokens that wait until the monitor cleared them"] = 128
+    witness_tokens_max: Annotated[int, "prefill tokens a minute for witnesses"] = 2_000_000
+    retries_share: Annotated[float, "quality retries a minute, as a share of requests"] = 0.1
+    retries_spare: Annotated[int, "quality retries a minute besides, for little traffic"] = 10
+    baselines: Annotated[str, "file of what healthy answers look like; empty: the one here"] = ""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from stanchion.core.messages import Hello, Partner, Role, Start, Suspected
 from stanchion.core.outcome import Leaver, Outcome, OutputSuspect
 from stanchion.core.outcome import PeerLost as Lost
 from stanchion.gateway import journal
+from stanchion.gateway.integrity import Integrity
 from stanchion.gateway.join import JoinSocket
 from stanchion.gateway.ledger import Ticket
 from stanchion.gateway.link import Ears
@@ -47,6 +48,7 @@ class _Held:
     ticket: Ticket
     route: Route
     retried: bool = False
+    used: tuple[Life, ...] = ()  # not these alone
 
 
 class Fleet:
@@ -63,6 +65,7 @@ class Fleet:
         self.retries: Counter[str] = Counter()
         self.suspicions = 0
         self.on_suspected: Callable[[Suspected], None] = lambda said: None
+        self.integrity = Integrity(settings, self, lambda: asyncio.get_running_loop().time())
         self._draining = False
         self.failed = ""  # why there will be no more workers
 
@@ -136,6 +139,16 @@ class Fleet:
                 raise
             tickets.append(held.ticket)
         return tickets
+
+    def elsewhere(self, start: Start, ring: Callable[[], None], used: Collection[Life]) -> Ticket:
+        """By a route that has at least one life that is not `used`. Raise PeerLost or Overloaded
+        if there is none."""
+        if self._draining:
+            raise PeerLost("the workers take nothing new")
+        held = self._hold(start, ring)
+        held.used = tuple(used)
+        self._dispatch(held, start.request, used, another=True)
+        return held.ticket
 
     def leave(self, ticket: Ticket, by: Leaver) -> None:
         held = self._held.get(ticket.request)
@@ -256,6 +269,7 @@ class Fleet:
         while (route := self._choose(used, another, full)) is not None:
             held.ticket.request, held.route = request, route
             if self._send(held, request):
+                held.ticket.lives = route.lives
                 return
             full.append(route.worker)
         held.ticket.request, held.route = before
@@ -283,7 +297,8 @@ class Fleet:
             partner = Partner(name, prefill.hello.peer_address, incarnation)
         self._router.take(request, route)
         self._held[request] = held
-        start = replace(held.start, request=request, prefill=partner)
+        salt, sampling = self.integrity.apart(held.start, route.lives)
+        start = replace(held.start, request=request, prefill=partner, salt=salt, sampling=sampling)
         return worker.link.start(start, held.ticket)
 
     def _freed(self, request: str) -> None:
@@ -301,8 +316,9 @@ class Fleet:
         """True if it was begun once more. Never while draining: workers take nothing new then."""
         if held.retried or self._draining:
             return False
+        used = (*held.used, *held.route.lives)
         try:
-            self._dispatch(held, f"{held.start.request}.2", held.route.lives, another)
+            self._dispatch(held, f"{held.start.request}.2", used, another or bool(held.used))
         except (PeerLost, Overloaded):
             return False
         held.retried = True

@@ -22,7 +22,8 @@ from stanchion.gateway.choice import ChoiceFold, Piece
 from stanchion.gateway.dialect import Dialect
 from stanchion.gateway.failures import failure
 from stanchion.gateway.fleet import Fleet
-from stanchion.gateway.ledger import Mail, Ticket, joined
+from stanchion.gateway.integrity import Reader
+from stanchion.gateway.ledger import Mail, joined
 from stanchion.gateway.markup import merged
 from stanchion.gateway.metrics import Metrics, tag
 from stanchion.gateway.openai import Ask
@@ -40,7 +41,7 @@ def mint() -> str:
 
 @dataclass
 class _Choice:
-    ticket: Ticket
+    ticket: Reader
     fold: ChoiceFold
     pieces: list[Piece] = field(default_factory=list)
     scores: PromptScores | None = None
@@ -72,7 +73,8 @@ class Generation:
         self._metrics = metrics
         self._bell = asyncio.Event()
         self._began = time.monotonic()
-        tickets = fleet.start(ask.starts(tenant, mint), self._bell.set)
+        starts = ask.starts(tenant, mint)
+        tickets = fleet.integrity.start(starts, self._bell.set, ask.style, ask.stream, mint)
         self.choices = [_Choice(ticket, ChoiceFold(ask.style)) for ticket in tickets]
         self.folds = [choice.fold for choice in self.choices]
         self._writer = dialect.writer(ask, call.name, int(time.time()), self.folds)
@@ -108,7 +110,7 @@ class Generation:
     def abort(self, by: Leaver) -> None:
         """End it now; its client is told."""
         for choice in self.choices:
-            self._fleet.leave(choice.ticket, by)
+            self._fleet.integrity.leave(choice.ticket, by)
 
     # ---- the two ways -----------------------------------------------------------------------
 
@@ -139,6 +141,8 @@ class Generation:
             error = self._failed()
             if error is not None and not self._call.started:
                 return error
+            if not self._call.started and self._held_back():
+                continue
             if not self._call.started:
                 await self._call.start(200, STREAM, _STREAM_HEADERS)
                 await self._call.write(self._writer.opening())
@@ -151,6 +155,10 @@ class Generation:
                 return None
         await self._call.send({"type": "http.response.body", "body": self._writer.done()})
         return None
+
+    def _held_back(self) -> bool:
+        """Nothing may be given out yet, so an error would still have its HTTP status."""
+        return not any(fold.tokens or fold.over() for fold in self.folds)
 
     def _chunks(self) -> bytes:
         """What the client has not seen of each choice, and its finish where it ended well."""
@@ -194,11 +202,11 @@ class Generation:
         choice.scores = joined(choice.scores, mail.scores)
         before = fold.tokens
         choice.pieces.append(fold.push(mail.tokens, mail.logprobs, mail.top))
-        self._time(choice, fold.tokens - before)
+        self._time(choice, fold.tokens - before if mail.came is None else mail.came)
         if mail.ended is not None:
             choice.pieces.append(fold.finish(mail.ended))
         if fold.over():
-            self._fleet.leave(choice.ticket, "stop_string" if fold.end else "monitor")
+            self._fleet.integrity.leave(choice.ticket, "stop_string" if fold.end else "monitor")
 
     def _time(self, choice: _Choice, tokens: int) -> None:
         if not tokens:
@@ -231,7 +239,7 @@ class Generation:
     def _leave(self) -> None:
         """Whatever is still running has no reader any more."""
         for choice in self.choices:
-            self._fleet.leave(choice.ticket, "client")
+            self._fleet.integrity.leave(choice.ticket, "client")
 
     def _account(self) -> None:
         seconds = time.monotonic() - self._began

@@ -25,6 +25,11 @@ class Line(Struct, frozen=True, kw_only=True, omit_defaults=True):
     completion_tokens: int = 0
     milliseconds: float = 0.0
     error: str = ""  # the class of an error, never its words
+    kind: str = ""  # of a suspicion
+    action: str = ""  # what was done about it
+    verdict: str = ""  # of a witness
+    token: int = 0  # number of the answer's token that it is about
+    worker: str = ""
 
 
 def write(line: Line, level: int = logging.INFO) -> None:

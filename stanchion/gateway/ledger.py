@@ -53,6 +53,8 @@ class Mail:
     scores: PromptScores | None = None
     ended: Outcome | None = None
     draft_record: DraftRecord | None = None
+    came: int | None = None  # tokens that arrived, where some were held back or given out later
+    readings: list[tuple[int, Spec]] = field(default_factory=list)  # after so many of the tokens
 
     def split(self, tokens: int) -> Mail:
         """Keeps so many tokens; returns the rest, with all that comes after tokens."""
@@ -65,7 +67,9 @@ class Mail:
             self.scores,
             self.ended,
             self.draft_record,
+            readings=[(at - tokens, spec) for at, spec in self.readings if at > tokens],
         )
+        self.readings = [one for one in self.readings if one[0] <= tokens]
         del self.tokens[tokens:], self.logprobs[tokens:], self.top[tokens:]
         self.scores, self.ended = None, None
         return rest
@@ -91,6 +95,7 @@ class Ticket:
     ) -> None:
         self.request = request
         self.said = False  # something came for the reader
+        self.lives: tuple[tuple[str, int], ...] = ()  # those of the workers that have it now
         self._ring = ring
         self._again = again
         self._mail: Mail | None = None
@@ -128,6 +133,8 @@ class Ticket:
                 mail.tokens.extend(message.tokens)
                 mail.logprobs.extend(message.logprobs)
                 mail.top.extend(message.top or ())
+                if message.spec is not None:
+                    mail.readings.append((len(mail.tokens), message.spec))
             else:
                 mail.draft_record = message.draft_record
                 self._close(mail, message.outcome)

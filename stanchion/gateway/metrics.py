@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from stanchion.core.messages import Hello, Progress, Spec, TierProgress
 from stanchion.core.outcome import Outcome
 from stanchion.gateway.fleet import Fleet
+from stanchion.gateway.integrity import Integrity
 from stanchion.gateway.members import View
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
@@ -127,6 +128,37 @@ class _Workers(Collector):
         suspicions, garbage = self._fleet.suspicions, self._fleet.garbage
         yield CounterMetricFamily(_PREFIX + "suspicions", "Workers suspected", suspicions)
         yield CounterMetricFamily(_PREFIX + "join_garbage", "Joins that were none", garbage)
+        yield from _integrity(self._fleet.integrity)
+
+
+def _integrity(told: Integrity) -> Iterator[Metric]:
+    anomalies = CounterMetricFamily(
+        _PREFIX + "output_anomalies", "Suspicions, and what was done", labels=("kind", "action")
+    )
+    for (kind, action), count in told.anomalies.items():
+        anomalies.add_metric((kind, action), count)
+    verdicts = CounterMetricFamily(
+        _PREFIX + "witness_verdicts", "What second witnesses said", labels=("verdict",)
+    )
+    for verdict in ("clean", "confirmed", "unwitnessed"):
+        verdicts.add_metric((verdict,), told.verdicts[verdict])
+    retries = CounterMetricFamily(
+        _PREFIX + "quality_retries", "Answers made again for their quality", labels=("outcome",)
+    )
+    for outcome in ("completed", "failed", "over_budget", "no_worker"):
+        retries.add_metric((outcome,), told.outcomes[outcome])
+    monitored = CounterMetricFamily(
+        _PREFIX + "monitored_answers",
+        "Answers looked at, by the rule for acceptance; none: without counters",
+        labels=("acceptance",),
+    )
+    for rule in ("calibrated", "report", "none"):
+        monitored.add_metric((rule,), told.monitored[rule])
+    yield from (monitored, anomalies, verdicts, retries)
+    words = "Prefill tokens computed for witnesses"
+    yield CounterMetricFamily(_PREFIX + "witness_tokens", words, told.witness_tokens)
+    words = "Workers whose drafts are at fault: speculation is off there"
+    yield CounterMetricFamily(_PREFIX + "draft_faults", words, told.draft_faults_found)
 
 
 def _values(view: View, permits: int) -> Iterator[Value]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from ipaddress import ip_address
-from typing import Annotated
+from typing import Annotated, get_args
 
 from stanchion.core.errors import ConfigError
+from stanchion.gateway.monitor.guard import Mode
 from stanchion.gateway.quota import own_quotas
 
 PARSERS = ("auto", "glm", "none")
@@ -43,6 +44,12 @@ class GatewaySettings:
     stall_s: Annotated[float, "running without progress for so long is not ready"] = 30.0
     drain_s: Annotated[float, "longest time that SIGTERM waits for what was accepted"] = 300.0
     retry_after_s: Annotated[float, "what a refused client is told to wait"] = 1.0
+    integrity: Annotated[str, "off, report, balanced, guarded or strict"] = "balanced"
+    hold_tokens: Annotated[int, "guarded: tokens that wait for the monitor"] = 128
+    witness_tokens_max: Annotated[int, "prefill tokens a minute for witnesses"] = 2_000_000
+    retries_share: Annotated[float, "quality retries a minute, of its requests"] = 0.1
+    retries_spare: Annotated[int, "quality retries a minute besides, for little traffic"] = 10
+    baselines: Annotated[str, "file of healthy answers' baselines; empty: ours"] = ""
 
     def check(self) -> None:
         if not self.api_keys and not _loopback(self.host):
@@ -64,6 +71,11 @@ class GatewaySettings:
         own_quotas(self.quotas)
         if {*self.admin_keys} & {key.rpartition(":")[2] for key in self.api_keys}:
             raise ConfigError("admin_keys: a key of a tenant cannot be one of these too")
+        if self.integrity not in get_args(Mode):
+            raise ConfigError(f"integrity must be one of {', '.join(get_args(Mode))}")
+        for name in ("hold_tokens", "witness_tokens_max", "retries_share", "retries_spare"):
+            if not 0 <= getattr(self, name) < 10**12:
+                raise ConfigError(f"{name} must be 0 or more")
         if not 0 <= self.port <= 65535:
             raise ConfigError("port must be from 0 to 65535")
 
