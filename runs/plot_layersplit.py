@@ -1,6 +1,6 @@
-"""Draw docs/layersplit.svg from a run: `python runs/plot_layersplit.py docs/bench/layersplit-DATE.json`.
+"""Draw docs/layersplit.svg from a run: `python runs/plot_layersplit.py FILE.json`.
 
-The gain at each length beside the report's Figure 5, whose lengths are eight times ours. Needs
+FILE is what `stanchion bench layersplit --json FILE` wrote. The gain at each length beside the report's Figure 5, whose lengths are eight times ours. Needs
 matplotlib (`pip install -e '.[plots]'`).
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("svg")
-import matplotlib.pyplot as plt  # noqa: E402  (after the backend is chosen)
+import matplotlib.pyplot as plt
 
 REPORT = {40: 1.10, 120: 2.32}  # the two ends that its text names: thousands of tokens, gain
 DIVIDED = 8
@@ -66,7 +66,9 @@ def main(run: Path) -> None:
     axes.set_ylim(bottom=0)
     axes.legend()
     figure.tight_layout()
-    figure.savefig(Path(__file__).parent.parent / "docs" / "layersplit.svg", metadata={"Date": None})
+    figure.savefig(
+        Path(__file__).parent.parent / "docs" / "layersplit.svg", metadata={"Date": None}
+    )
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ MAY_TOUCH: dict[str, set[str]] = {
     "kv/transfer/fence.py": {"os", "select"},
     "kv/transfer/inbox.py": {"threading", "time"},
     "kv/transfer/nixl.py": {"nixl", "os", "secrets"},
+    "parallel/board.py": {"mmap", "os", "select", "torch"},
     "parallel/exchange.py": {"torch"},
     "parallel/group.py": {"torch"},
     "parallel/scratch.py": {"torch"},

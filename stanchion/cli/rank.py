@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from queue import Queue
 
@@ -30,7 +31,8 @@ from stanchion.engine.orders import encode as encode_report
 from stanchion.engine.ranks import FEW, Ranks, owners
 from stanchion.engine.tierplan import compute_stream, copier_of, host_arena
 from stanchion.kv.store import Store
-from stanchion.parallel.group import GlooGroup, RankLost
+from stanchion.parallel.board import Board, BoardGroup
+from stanchion.parallel.group import GlooGroup, Group, RankLost
 from stanchion.parallel.split import Rank
 
 TIMEOUT_S = 300.0  # of a collective. A worker that hangs is killed much sooner, by who watches it
@@ -39,9 +41,9 @@ ORDERS_MAX = 4096  # many times more than rank 0 says between two layers of a pa
 
 
 class RankPlan(Struct, frozen=True, kw_only=True):
-    """`meeting` is a file by which the ranks find each other, `orders` and `reports` the
-    descriptors of what rank 0 says and hears, `parent` its process, `failpoints` those of ranks.
-    `sends`: it writes its layers to decode workers."""
+    """The ranks find each other by `boards` or, with gloo, by the file `meeting`. `orders` and
+    `reports` are the descriptors of what rank 0 says and hears, `parent` is its process,
+    `failpoints` are those of ranks. `sends`: it writes its layers to decode workers."""
 
     rank: int
     pages: int
@@ -52,22 +54,19 @@ class RankPlan(Struct, frozen=True, kw_only=True):
     config: Config
     failpoints: list[str]
     sends: bool
+    boards: list[Board]
 
 
 encode = msgspec.json.encode
 _plans = msgspec.json.Decoder(RankPlan)
 
 
-def meet(rank: int, config: Config, meeting: str, failpoints: frozenset[str]) -> Ranks:
+def meet(
+    rank: int, config: Config, meeting: str, boards: Sequence[Board], failpoints: frozenset[str]
+) -> Ranks:
     """Wait for all ranks; raise RankLost if they do not come. Then nobody needs `meeting` more."""
     parallel = config.parallel
-    store = dist.FileStore(meeting, parallel.cp)  # type: ignore[attr-defined]
-
-    def group(name: str) -> GlooGroup:
-        return GlooGroup(name, Rank(rank), parallel.cp, store, TIMEOUT_S)
-
-    exchange = group("exchange")
-    broadcast = group("broadcast") if parallel.layer_split else None
+    exchange, broadcast = _groups(rank, config, meeting, boards)
     for root in range(parallel.cp):  # whoever takes part in these has met in all groups
         exchange.broadcast(torch.zeros(1, dtype=torch.uint8), Rank(root))
     if broadcast is None:
@@ -85,6 +84,19 @@ def meet(rank: int, config: Config, meeting: str, failpoints: frozenset[str]) ->
     )
 
 
+def _groups(
+    rank: int, config: Config, meeting: str, boards: Sequence[Board]
+) -> tuple[Group, Group | None]:
+    names = ["exchange", "broadcast"] if config.parallel.layer_split else ["exchange"]
+    if boards:
+        made: list[Group] = [BoardGroup(one, Rank(rank), TIMEOUT_S) for one in boards[: len(names)]]
+    else:
+        cp = config.parallel.cp
+        store = dist.FileStore(meeting, cp)  # type: ignore[attr-defined]
+        made = [GlooGroup(name, Rank(rank), cp, store, TIMEOUT_S) for name in names]
+    return made[0], made[1] if len(made) > 1 else None
+
+
 def run(plan: RankPlan) -> int:
     """Follow rank 0 until it ends. Return the process's exit code."""
     from stanchion.cli.worker import load_model
@@ -99,7 +111,7 @@ def run(plan: RankPlan) -> int:
         if config.parallel.layer_split:
             page_bytes = owners(model.schema, config.parallel.cp).page_bytes(model.schema)
         tiers = tier_plan(config, f"rank {plan.rank}", model.schema, page_bytes)
-        ranks = meet(plan.rank, config, plan.meeting, frozenset(plan.failpoints))
+        ranks = meet(plan.rank, config, plan.meeting, plan.boards, frozenset(plan.failpoints))
         store = Store(ranks.schema(model.schema), plan.pages)
         side = ranks.side(model, store, compute_stream(model.schema, tiers))
         lane, bell = None, None

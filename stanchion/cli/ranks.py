@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection, wait
 from stanchion.cli.rank import RankPlan, encode, meet
 from stanchion.core.config import Config
 from stanchion.engine.ranks import Ranks
+from stanchion.parallel.board import Board
 from stanchion.parallel.group import RankLost
 
 STOP_S = 5.0
@@ -36,16 +37,20 @@ class Followers:
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     orders: dict[int, Connection] = field(default_factory=dict)
     reports: dict[int, Connection] = field(default_factory=dict)
+    boards: list[Board] = field(default_factory=list)
     closing: bool = False
 
     def start(self, pages: int) -> Ranks:
         """Start them, and wait until all have met. Raise RankLost if they do not."""
+        parallel = self.config.parallel
+        if parallel.collectives == "shm":
+            self.boards = [Board.of(parallel.cp) for _ in range(1 + parallel.layer_split)]
         with tempfile.TemporaryDirectory(prefix="stanchion-ranks-") as folder:
             meeting = os.path.join(folder, "meeting")
-            for rank in range(1, self.config.parallel.cp):
+            for rank in range(1, parallel.cp):
                 self._spawn(rank, pages, meeting)
             threading.Thread(target=self._watch, name="ranks", daemon=True).start()
-            return meet(0, self.config, meeting, self.failpoints)
+            return meet(0, self.config, meeting, self.boards, self.failpoints)
 
     # ---- see engine/others ------------------------------------------------------------------
 
@@ -95,6 +100,8 @@ class Followers:
                 process.wait()
         for reports in self.reports.values():
             reports.close()
+        for board in self.boards:
+            board.close()
 
     def _spawn(self, rank: int, pages: int, meeting: str) -> None:
         orders, ours = multiprocessing.Pipe(duplex=False)
@@ -111,9 +118,11 @@ class Followers:
                 config=self.config,
                 failpoints=sorted(self.failpoints),
                 sends=self.sends,
+                boards=self.boards,
             )
             command = [sys.executable, "-m", "stanchion.cli.rank", encode(plan).decode()]
-            given = [orders.fileno(), reports.fileno()]
+            boards = [one for board in self.boards for one in board.descriptors]
+            given = [orders.fileno(), reports.fileno(), *boards]
             self.processes[rank] = subprocess.Popen(command, pass_fds=given)
         self.orders[rank], self.reports[rank] = ours, back
 

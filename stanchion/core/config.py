@@ -110,6 +110,7 @@ class Parallel:
         bool, "each rank keeps its own layers of the KV cache, instead of all of them"
     ] = False
     split: Annotated[str, "who computes which tokens: zigzag, interleaved or contiguous"] = "zigzag"
+    collectives: Annotated[str, "how ranks share what they computed: shm or gloo"] = "shm"
 
 
 @dataclass(frozen=True)
@@ -216,6 +217,7 @@ def _check_parallel(config: Config) -> None:
     parallel = config.parallel
     _within("parallel.cp", parallel.cp, 1, 64)
     _one_of("parallel.split", parallel.split, ("zigzag", "interleaved", "contiguous"))
+    _one_of("parallel.collectives", parallel.collectives, ("shm", "gloo"))
     _within("lab.slow_broadcast_ms", config.lab.slow_broadcast_ms, 0.0, 60_000.0)
     if parallel.layer_split and parallel.cp == 1:
         raise ConfigError("parallel.layer_split wants parallel.cp of at least 2")

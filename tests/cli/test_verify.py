@@ -114,9 +114,10 @@ def test_ranks_that_split_layers_serve_long_contexts() -> None:
     assert main([*command, "--requests", "300", "--concurrency", "8"]) == 0
 
 
-@pytest.mark.parametrize("failpoint", ["scratch_refilled_under_reader", "index_broadcast_skipped"])
-def test_ranks_that_share_wrongly_fail(failpoint: str) -> None:
-    sets = [*RANKS, f"lab.failpoints={failpoint}", "model.hashed_top_k=48"]
+@pytest.mark.parametrize("collectives", ["shm", "gloo"])
+def test_ranks_that_share_wrongly_fail(collectives: str) -> None:
+    sets = [*RANKS, "lab.failpoints=index_broadcast_skipped", "model.hashed_top_k=48"]
+    sets.append(f"parallel.collectives={collectives}")
     report = run(load(Config(), "", sets), replace(TRAFFIC, requests=60), quiet=True)
     assert report.wrong_count
 
