@@ -35,7 +35,7 @@ from stanchion.gateway.body import (
     Tool,
     ToolCall,
 )
-from stanchion.gateway.conversation import check_nesting
+from stanchion.gateway.conversation import STRICT, check_nesting
 
 # The older one streams the same events. The newer one has no `temperature`, `top_p` and `top_k`,
 # which its own models do not have; ours have them under either.
@@ -75,6 +75,7 @@ class DeclaredTool(Struct, frozen=True):
     type: Short | None = None
     description: Annotated[str, Meta(max_length=DESCRIPTION_CHARACTERS_MAX)] | None = None
     input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class ToolChoice(Struct, frozen=True):
@@ -172,6 +173,8 @@ def _tools(tools: Sequence[DeclaredTool]) -> list[Tool]:
             raise RequestRejected(
                 f"tools[{place}].type", "only tools that the client runs; this server runs none"
             )
+        if tool.strict:
+            raise RequestRejected(f"tools[{place}].strict", STRICT)
         check_nesting(f"tools[{place}].input_schema", tool.input_schema)
     return [
         Tool("function", Function(tool.name, tool.description, tool.input_schema)) for tool in tools

@@ -27,6 +27,7 @@ NO_GRAMMAR = (
     "'auto' and 'none' are supported; nothing here can force a model to call a tool yet "
     "(that takes a grammar), and an answer without the call would not be what was asked for"
 )
+STRICT = "not supported yet (that takes a grammar); leave it out"
 Json = dict[str, Any]
 
 
@@ -43,7 +44,7 @@ def check_tools(body: ChatBody, known: bool) -> None:
         if tool.type != "function":
             raise RequestRejected(f"tools[{place}].type", "must be 'function'")
         if tool.function.strict:
-            raise RequestRejected(f"tools[{place}].function.strict", "not supported (no grammar)")
+            raise RequestRejected(f"tools[{place}].function.strict", STRICT)
         check_nesting(f"tools[{place}].function.parameters", tool.function.parameters)
     if shown_tools(body) and not known:
         raise RequestRejected(

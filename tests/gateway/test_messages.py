@@ -381,6 +381,7 @@ BAD = [
     ("stop_sequences", [""]),
     ("tools", [{"type": "web_search_20250305", "name": "web_search"}]),
     ("tools", [{"name": "no spaces", "input_schema": {}}]),
+    ("tools", [{"name": "f", "input_schema": {}, "strict": True}]),
     ("tool_choice", {"type": "any"}),
     ("tool_choice", {"type": "tool", "name": "read"}),
     ("tool_choice", {"type": "perhaps"}),
