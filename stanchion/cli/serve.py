@@ -78,6 +78,7 @@ def gateway_settings(config: Config, api_keys: tuple[str, ...], peer_key: str) -
         integrity=gateway.integrity,
         hold_tokens=gateway.hold_tokens,
         witness_tokens_max=gateway.witness_tokens_max,
+        witness_share=gateway.witness_share,
         retries_share=gateway.retries_share,
         retries_spare=gateway.retries_spare,
         baselines=gateway.baselines,
