@@ -87,6 +87,7 @@ def gateway_settings(config: Config, api_keys: Keys, peer_key: str) -> GatewaySe
         integrity=gateway.integrity,
         hold_tokens=gateway.hold_tokens,
         witness_tokens_max=gateway.witness_tokens_max,
+        witness_share=gateway.witness_share,
         retries_share=gateway.retries_share,
         retries_spare=gateway.retries_spare,
         baselines=gateway.baselines,

@@ -80,6 +80,9 @@ class Gateway:
     ] = "balanced"
     hold_tokens: Annotated[int, "guarded: tokens that wait until the monitor cleared them"] = 128
     witness_tokens_max: Annotated[int, "prefill tokens a minute for witnesses"] = 2_000_000
+    witness_share: Annotated[
+        float, "share of answers that are witnessed though nothing is suspected, 0 to 1"
+    ] = 0.0
     retries_share: Annotated[float, "quality retries a minute, as a share of requests"] = 0.1
     retries_spare: Annotated[int, "quality retries a minute besides, for little traffic"] = 10
     baselines: Annotated[str, "file of what healthy answers look like; empty: the one here"] = ""

@@ -202,7 +202,10 @@ class Generation:
         choice.scores = joined(choice.scores, mail.scores)
         before = fold.tokens
         choice.pieces.append(fold.push(mail.tokens, mail.logprobs, mail.top))
-        self._time(choice, fold.tokens - before if mail.came is None else mail.came)
+        new = fold.tokens - before
+        if mail.came is not None and not self._ask.stream:
+            new = mail.came  # all of it is held back to its end, and timed as it comes
+        self._time(choice, new)
         if mail.ended is not None:
             choice.pieces.append(fold.finish(mail.ended))
         if fold.over():

@@ -106,7 +106,13 @@ class Integrity:
 
     def _guard(self, rules: Rules, start: Start, style: Style, streams: bool) -> Guard:
         reading = Reading(start.tokens, style.pieces, style.skipped, style.end_ids)
-        contract = Contract(self.mode, streams, resumable(start), self._settings.hold_tokens)
+        contract = Contract(
+            self.mode,
+            streams,
+            resumable(start),
+            self._settings.hold_tokens,
+            self.mode != "report" and drawn(start.request, self._settings.witness_share),
+        )
         stops = (lambda: stopper(style)) if style.stops else None
         return Guard(contract, lambda: Monitor(rules, reading), stops)
 
@@ -175,6 +181,12 @@ class Integrity:
 
 
 # ---- words ----------------------------------------------------------------------------------
+
+
+def drawn(request: str, share: float) -> bool:
+    """True for that share of requests, by their names alone."""
+    digest = blake2b(request.encode(), digest_size=6, person=b"witness").digest()
+    return int.from_bytes(digest, "little") < share * 2**48
 
 
 def _finding(said: Verdict) -> Finding:

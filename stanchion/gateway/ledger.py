@@ -53,7 +53,7 @@ class Mail:
     scores: PromptScores | None = None
     ended: Outcome | None = None
     draft_record: DraftRecord | None = None
-    came: int | None = None  # tokens that arrived, where some were held back or given out later
+    came: int | None = None  # tokens that have arrived since, where `tokens` are those released
     readings: list[tuple[int, Spec]] = field(default_factory=list)  # after so many of the tokens
 
     def split(self, tokens: int) -> Mail:

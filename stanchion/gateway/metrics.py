@@ -119,6 +119,7 @@ class _Workers(Collector):
                     families[name] = kind(_PREFIX + name, words, labels=("worker", "role"))
                 families[name].add_metric((view.name, view.role), value)
         yield from families.values()
+        yield self._info()
         retries = CounterMetricFamily(
             _PREFIX + "request_retries", "Attempts made again elsewhere", labels=("reason",)
         )
@@ -129,6 +130,17 @@ class _Workers(Collector):
         yield CounterMetricFamily(_PREFIX + "suspicions", "Workers suspected", suspicions)
         yield CounterMetricFamily(_PREFIX + "join_garbage", "Joins that were none", garbage)
         yield from _integrity(self._fleet.integrity)
+
+    def _info(self) -> Metric:
+        labels = ("worker", "role", "model", "revision", "draft_tokens", "vocabulary")
+        info = GaugeMetricFamily(_PREFIX + "worker_info", "What it serves; always 1", labels=labels)
+        for view in self._fleet.views():
+            if view.member is not None:
+                one = view.member.hello
+                drafts, vocabulary = str(one.draft_tokens), str(one.vocabulary)
+                said = (view.name, view.role, one.model, one.revision, drafts, vocabulary)
+                info.add_metric(said, 1.0)
+        return info
 
 
 def _integrity(told: Integrity) -> Iterator[Metric]:

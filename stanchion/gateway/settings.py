@@ -47,6 +47,7 @@ class GatewaySettings:
     integrity: Annotated[str, "off, report, balanced, guarded or strict"] = "balanced"
     hold_tokens: Annotated[int, "guarded: tokens that wait for the monitor"] = 128
     witness_tokens_max: Annotated[int, "prefill tokens a minute for witnesses"] = 2_000_000
+    witness_share: Annotated[float, "answers witnessed though nothing is suspected, 0 to 1"] = 0.0
     retries_share: Annotated[float, "quality retries a minute, of its requests"] = 0.1
     retries_spare: Annotated[int, "quality retries a minute besides, for little traffic"] = 10
     baselines: Annotated[str, "file of healthy answers' baselines; empty: ours"] = ""
@@ -76,6 +77,8 @@ class GatewaySettings:
         for name in ("hold_tokens", "witness_tokens_max", "retries_share", "retries_spare"):
             if not 0 <= getattr(self, name) < 10**12:
                 raise ConfigError(f"{name} must be 0 or more")
+        if not 0 <= self.witness_share <= 1:
+            raise ConfigError("witness_share must be from 0 to 1")
         if not 0 <= self.port <= 65535:
             raise ConfigError("port must be from 0 to 65535")
 

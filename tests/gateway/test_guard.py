@@ -81,6 +81,7 @@ class World:
     attempts: list[Attempt]
     witnesses: bool = True
     resumable: bool = True
+    checked: bool = False
     machine: type[Guard] = Guard
     sent: list[int] = field(default_factory=list)
     made: int = 0
@@ -90,7 +91,7 @@ class World:
     outcome: Outcome | None = None
 
     def run(self) -> World:
-        contract = Contract(self.mode, self.streams, self.resumable, HOLD)
+        contract = Contract(self.mode, self.streams, self.resumable, HOLD, self.checked)
         self.guard = self.machine(contract, lambda: Scripted(self.attempts[self.made]))  # type: ignore[arg-type, return-value]
         for _ in range(1000):
             if self.outcome is not None:
@@ -204,6 +205,22 @@ def test_one_right_text_or_a_failure(mode: Mode, streams: bool, resumable: bool)
 def test_without_a_witness_nothing_suspected_is_completed(mode: Mode, streams: bool) -> None:
     ends = explore(mode, streams, witnesses=False)
     assert ends["OutputSuspect"] > 0 and (mode == "strict") is ("Completed" not in ends)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("mode", ["balanced", "guarded"])
+def test_an_answer_that_is_checked_needs_no_suspicion(mode: Mode, streams: bool) -> None:
+    """Damage that nobody suspects: made again where nothing was sent, an error where it was."""
+    for seed in range(SEEDS):
+        choices = seeded(seed)
+        attempts = [Attempt(choices.pick(len(ORACLE))), Attempt(choices.pick(59) + 1), Attempt()]
+        world = World(choices, mode, streams, attempts, checked=True).run()
+        world.check()
+        assert isinstance(world.outcome, OutputSuspect if streams else Completed) or (
+            attempts[0].onset is not None and attempts[0].onset >= len(ORACLE) - 2 * HOLD
+        )
+    alone = World(seeded(1), mode, streams, [Attempt()], witnesses=False, checked=True).run()
+    assert isinstance(alone.outcome, Completed), "it is no suspicion if nobody could look"
 
 
 def test_balanced_gives_out_what_nobody_could_look_at() -> None:

@@ -19,6 +19,7 @@ from stanchion.core.messages import Start
 from stanchion.core.outcome import OutputSuspect
 from stanchion.core.request import Sampling
 from stanchion.gateway.choice import Style
+from stanchion.gateway.integrity import drawn
 from stanchion.gateway.journal import Line
 from stanchion.gateway.monitor.guard import Guard
 from stanchion.gateway.monitor.witness import Confirmed
@@ -286,6 +287,19 @@ def test_strict_witnesses_what_nobody_suspects(of_mode: Clusters) -> None:
         lies(workers, other)
         assert streamed(gateway.client)[0] == text
         assert len(witnesses(workers)) == (2 if mode == "strict" else 0)
+
+
+def test_a_share_of_answers_is_witnessed_without_suspicion(tmp_path: Path) -> None:
+    with two(tmp_path, witness_share=1.0) as (gateway, workers):
+        lies(workers, Attempt(onset=0, junk=[*TEXT.upper().encode(), EOS]))
+        assert whole(gateway.client).json()["choices"][0]["text"] == TEXT
+        assert len(witnesses(workers)) == 2
+
+
+def test_the_share_that_is_drawn_is_the_one_asked_for() -> None:
+    names = [f"{at:032x}" for at in range(4000)]
+    assert not any(drawn(one, 0.0) for one in names) and all(drawn(one, 1.0) for one in names)
+    assert 320 < sum(drawn(one, 0.1) for one in names) < 480
 
 
 def test_without_another_worker_strict_fails_and_balanced_says_unwitnessed(tmp_path: Path) -> None:

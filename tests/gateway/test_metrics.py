@@ -71,6 +71,8 @@ def test_counters_move_by_what_was_served(client: httpx.Client, worker: FakeWork
     assert after["stanchion:kv_bytes_sent_total|both|both-0"] == 6
     assert after["stanchion:deadlines_total|both|both-0"] == 7
     assert after["stanchion:corrupted_requests_total|both|both-0"] == 1
+    info = [name for name in after if name.startswith("stanchion:worker_info")]
+    assert info == ["stanchion:worker_info|3|hashed|1|both|272|both-0"]
 
 
 def test_a_log_line_says_nothing_of_what_was_said(

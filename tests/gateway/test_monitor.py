@@ -6,6 +6,7 @@ import base64
 import json
 import math
 import random
+import time
 from collections.abc import Iterator, Sequence
 from importlib import resources
 
@@ -143,6 +144,14 @@ def test_a_period_past_the_longest_is_no_loop() -> None:
     rng = random.Random(1)
     unit = [rng.randrange(97, 123) for _ in range(1025)]
     assert heard(unit * 6) == set()
+
+
+def test_no_unit_takes_for_ever_to_look_at() -> None:
+    """A pattern that may match digits in two ways would try all of them."""
+    unit = "0x123456789abcdef0, " * 50 + "zz"
+    began = time.monotonic()
+    assert heard(unit * 5) == {"loop"}
+    assert time.monotonic() - began < 5.0
 
 
 def test_a_loop_of_what_the_prompt_has_is_one_when_it_goes_on_for_longer() -> None:

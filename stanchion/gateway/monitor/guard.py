@@ -39,12 +39,14 @@ RETRIES_MAX = 2  # of one answer
 
 @dataclass(frozen=True)
 class Contract:
-    """`streams`: what is released is sent. `resumable`: it can go on in the middle of an answer."""
+    """`streams`: what is released is sent. `resumable`: it can go on in the middle of an answer.
+    `checked`: a witness looks at it before it ends, whether or not anything is suspected."""
 
     mode: Mode
     streams: bool
     resumable: bool = True
     hold_tokens: int = 128
+    checked: bool = False
 
 
 # ---- what is to be done ---------------------------------------------------------------------
@@ -62,7 +64,7 @@ class Witness:
     """Ask for cold scores of the first so many tokens; answer with `verdict`."""
 
     tokens: int
-    kind: Kind | None  # what it is for; None: strict asks for every answer
+    kind: Kind | None  # what it is for; None: nothing is suspected
 
 
 @dataclass(frozen=True)
@@ -221,9 +223,11 @@ class Guard:
         unseen = len(self.tokens) > self._cleared
         if self._contract.mode == "strict":
             return [self._ask(self._open.kind if self._open else None)] if unseen else []
-        if self._open is not None and len(self.tokens) > self._looked:
+        if len(self.tokens) == self._looked or not self.tokens:
+            return []
+        if self._open is not None:
             return [self._ask(self._open.kind)]
-        return []
+        return [self._ask(None)] if self._contract.checked and unseen else []
 
     # ---- what the witness says ----------------------------------------------------------
 
@@ -236,9 +240,14 @@ class Guard:
                 return self._reject(said)
             case Clean():
                 self._cleared = asked.tokens
-            case Unwitnessed() if self._broken or self._contract.mode in ("guarded", "strict"):
+            case Unwitnessed() if self._needed(asked):
                 return self._unwitnessed(said)
         return self._go_on()
+
+    def _needed(self, asked: Witness) -> bool:
+        """May it not go on without that witness?"""
+        guarded = self._contract.mode == "guarded" and asked.kind is not None
+        return guarded or self._contract.mode == "strict" or self._broken is not None
 
     def _reject(self, said: Confirmed) -> list[Effect]:
         effects: list[Effect] = [] if self._dropped else [Drop()]

@@ -30,7 +30,8 @@ SHORT_PERIOD, SHORT_TOKENS = 8, 256
 FILLER_TOKENS = 1024
 CHECK_EVERY = 8  # tokens
 _BUFFER = 8 * PERIOD_MAX
-_FILLER = re.compile(r"(?:[\W\d_]|0x[0-9a-f]*|null|none|nil|true|false|nan)*|(\w)\1*", re.I)
+# Possessive: what has matched is not tried another way, or a long unit could take for ever.
+_FILLER = re.compile(r"(?:0x[0-9a-f]*+|null|none|nil|true|false|nan|[\W\d_])*+|(\w)\1*+", re.I)
 Ids = NDArray[np.int32]
 
 
@@ -45,6 +46,7 @@ class Loops:
         self._runs: NDArray[np.int32] = np.zeros(PERIOD_MAX, np.int32)  # of period 1024 first
         self._count = 0
         self._told = 0  # tokens of the tail that was spoken of last
+        self._granted = (0, 0)  # a period, and how long a tail of it is no loop
 
     def push(self, token: int) -> Suspicion | None:
         if self._next == _BUFFER:
@@ -61,15 +63,17 @@ class Loops:
     def _look(self) -> Suspicion | None:
         long = np.flatnonzero(self._runs >= TOKENS_MIN)
         if not len(long):
-            self._told = 0
+            self._told, self._granted = 0, (0, 0)
             return None
         place = int(long[-1])
         period, run = PERIOD_MAX - place, int(self._runs[place])
         # One that goes on is spoken of again when it is twice as long.
         if run < 2 * self._told or run < REPEATS_MIN * period:
             return None
-        unit = self._kept[self._next - period : self._next]
-        if run < self._wanted(unit) or run < self._wanted(unit) + self._granted(unit):
+        if self._granted[0] != period:
+            unit = self._kept[self._next - period : self._next]
+            self._granted = period, self._wanted(unit) + self._in_prompt(unit)
+        if run < self._granted[1]:
             return None
         self._told = run
         said = f"period {period}, {run // period + 1} times"
@@ -86,7 +90,7 @@ class Loops:
         known = (self._pieces[one] for one in unit.tolist() if one < len(self._pieces))
         return b"".join(known).decode("utf-8", "replace").strip()
 
-    def _granted(self, unit: Ids) -> int:
+    def _in_prompt(self, unit: Ids) -> int:
         """Tokens of the longest stretch of the prompt that repeats this unit."""
         return most_repeats(np.asarray(self._prompt, np.int32), unit) * len(unit)
 
