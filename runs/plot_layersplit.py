@@ -1,7 +1,7 @@
 """Draw docs/layersplit.svg from a run: `python runs/plot_layersplit.py FILE.json`.
 
-FILE is what `stanchion bench layersplit --json FILE` wrote. The gain at each length beside the report's Figure 5, whose lengths are eight times ours. Needs
-matplotlib (`pip install -e '.[plots]'`).
+FILE is what `stanchion bench layersplit --json FILE` wrote. Our lengths are those of the report's
+Figure 5 divided by eight. Needs matplotlib (`pip install -e '.[plots]'`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A prediction is worth as much as its hits and its fit: both are held against what they stand for."""
+"""A prediction is worth as much as its hits and its fit: each is held against what it is of."""
 
 from __future__ import annotations
 

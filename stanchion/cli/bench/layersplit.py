@@ -87,7 +87,7 @@ class Bench:
     def predict(self) -> Measure:
         """The gain at each length, worked out before it is measured."""
         measure = Measure("predicted_gain_long", "x", "value")
-        costs = {split: self._cost(split) for split in (True, False)}
+        costs = self._costs()
         for length in LENGTHS:
             seconds = {split: self._predicted_s(split, costs[split], length) for split in costs}
             self.predicted[length] = seconds[False] / seconds[True]
@@ -96,20 +96,28 @@ class Bench:
         measure.note = f"{said}; costs split {costs[True]}, replicated {costs[False]}"
         return measure
 
-    def _cost(self, split: bool) -> Cost:
-        works, seconds = [], []
-        with closing(self._side(split, 2 * self.budget)) as side:
-            side.ask(self.corpus[:1024])
+    def _costs(self) -> dict[bool, Cost]:
+        """Of both sides, by turns: cold prompts, none of them of a session."""
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        works = []
+        with ExitStack() as stack:
+            sides = {
+                split: stack.enter_context(closing(self._side(split, 2 * self.budget)))
+                for split in seconds
+            }
+            for side in sides.values():
+                side.ask(self.corpus[:1024])
             for length in CALIBRATION * self.sizes.calibrations:
                 simulated = Simulated(2 * length, PAGE_TOKENS, CHUNK_TOKENS)
                 simulated.ask(self.corpus[:length])
-                side.parts.engine.tree.flush()
-                gc.collect()
-                began = time.perf_counter()
-                side.ask(self.corpus[:length])
-                seconds.append(time.perf_counter() - began)
                 works.append(simulated.work)
-        return Cost.fitted(works, seconds)
+                for split, side in sides.items():
+                    side.parts.engine.tree.flush()
+                    gc.collect()
+                    began = time.perf_counter()
+                    side.ask(self.corpus[:length])
+                    seconds[split].append(time.perf_counter() - began)
+        return {split: Cost.fitted(works, said) for split, said in seconds.items()}
 
     def _predicted_s(self, split: bool, cost: Cost, length: int) -> float:
         pages = pages_of(self.model, split, RANKS, self.budget)
