@@ -30,8 +30,8 @@ real parts, with real sessions.
 ### Evidence
 
 * **The writer's word**, over any transport: Written or Drained.
-* **shm**: the end of the writer's process, seen on a pidfd. Unmapping at the target revokes
-  nothing.
+* **shm**: the end of all the writer's processes (one a rank; `Met` names them), each seen on a
+  pidfd. Unmapping at the target revokes nothing.
 * **nixl over TCP**: the target's agent for that peer deleted. Neither the writer's end nor a
   released handle, a deregistered region or a removed remote agent is: [measured](nixl-fence.md).
 * **nixl over anything else**: nothing more, until a fence is shown to work there. Pages of a lost
