@@ -45,13 +45,18 @@ class TransferLane:
         self.transfer.disconnect(peer)
 
     def send(self, write: Write) -> None:
-        if len(write.checked):
-            if self.digests_of is None:
-                raise Bug("digests are asked for where pages are not checked")
-            pages, rows = write.source[write.checked], write.rows(self.page_tokens)
-            found = self.digests_of(write.layer, pages, rows)
-            self._digests[write.number] = found.astype("<u8").tobytes()
+        self.note(write)
         self.sender.send(write)
+
+    def note(self, write: Write) -> None:
+        """What its checked pages are, before anything of it is sent."""
+        if not len(write.checked):
+            return
+        if self.digests_of is None:
+            raise Bug("digests are asked for where pages are not checked")
+        pages, rows = write.source[write.checked], write.rows(self.page_tokens)
+        found = self.digests_of(write.layer, pages, rows)
+        self._digests[write.number] = found.astype("<u8").tobytes()
 
     def cut(self, numbers: Sequence[int]) -> None:
         self.transfer.cut(numbers)

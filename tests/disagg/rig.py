@@ -20,8 +20,9 @@ from stanchion.core.request import Sampling
 from stanchion.disagg.assemble import Post, arena_for, decode_side, prefill_side
 from stanchion.disagg.check import Mode
 from stanchion.disagg.decode import DecodeSide
+from stanchion.disagg.lanes import TransferLane
 from stanchion.disagg.peer import Times
-from stanchion.disagg.prefill import Lane, PrefillSide
+from stanchion.disagg.prefill import PrefillSide
 from stanchion.disagg.words import decode_from_decode, decode_from_prefill, encode
 from stanchion.engine.assemble import assemble
 from stanchion.engine.scheduler import Limits
@@ -100,12 +101,13 @@ class Held:
     """A lane that keeps writes back until it is told: the network at its worst. What is held has
     begun for whoever waits for it: a cut does not stop it, as with RDMA."""
 
-    lane: Lane
+    lane: TransferLane
     holding: bool = True
     writes: list[Write] = field(default_factory=list)
 
     def send(self, write: Write) -> None:
         if self.holding:
+            self.lane.note(write)
             self.writes.append(write)
         else:
             self.lane.send(write)
@@ -114,7 +116,7 @@ class Held:
         """Let all go, newest first: nobody promises an order."""
         self.holding = False
         while self.writes:
-            self.lane.send(self.writes.pop())
+            self.lane.sender.send(self.writes.pop())
 
     def cut(self, numbers: Sequence[int]) -> None:
         held = [write.number for write in self.writes]
@@ -126,6 +128,7 @@ class Held:
 
 def held(cluster: Cluster, at: int = 0) -> Held:
     side = cluster.prefills[at]
+    assert isinstance(side.lane, TransferLane)
     lane = Held(side.lane)
     side.lane = lane
     return lane
