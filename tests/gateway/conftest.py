@@ -90,7 +90,7 @@ class Gateway:
         self._thread.start()
         assert self._started.wait(WAIT_S)
         assert self.url, self.ending
-        self.client = httpx.Client(base_url=self.url, timeout=3 * WAIT_S, trust_env=False)
+        self.client = httpx.Client(base_url=self.url, timeout=WAIT_S, trust_env=False)
 
     def stop(self) -> None:
         if self._thread.is_alive():
