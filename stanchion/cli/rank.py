@@ -28,7 +28,7 @@ from stanchion.disagg.check import Mode
 from stanchion.engine.follower import Follower, Item, Over, Rang
 from stanchion.engine.orders import Report
 from stanchion.engine.orders import encode as encode_report
-from stanchion.engine.ranks import FEW, Ranks, owners
+from stanchion.engine.ranks import FEW, Ranks, page_bytes
 from stanchion.engine.tierplan import compute_stream, copier_of, host_arena
 from stanchion.kv.store import Store
 from stanchion.parallel.board import Board, BoardGroup
@@ -107,10 +107,8 @@ def run(plan: RankPlan) -> int:
     torch.set_num_threads(config.engine.threads)
     try:
         model, *_ = load_model(config)
-        page_bytes = model.schema.page_bytes
-        if config.parallel.layer_split:
-            page_bytes = owners(model.schema, config.parallel.cp).page_bytes(model.schema)
-        tiers = tier_plan(config, f"rank {plan.rank}", model.schema, page_bytes)
+        each = page_bytes(model.schema, config.parallel.cp, config.parallel.layer_split)
+        tiers = tier_plan(config, f"rank {plan.rank}", model.schema, each)
         ranks = meet(plan.rank, config, plan.meeting, plan.boards, frozenset(plan.failpoints))
         store = Store(ranks.schema(model.schema), plan.pages)
         side = ranks.side(model, store, compute_stream(model.schema, tiers))

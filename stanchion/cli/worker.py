@@ -38,7 +38,7 @@ from stanchion.disagg.worker import Joining, Side, Worker, serve
 from stanchion.engine.assemble import Parts, assemble, pages_that_fit
 from stanchion.engine.loop import Engine
 from stanchion.engine.others import Others
-from stanchion.engine.ranks import owners
+from stanchion.engine.ranks import owners, page_bytes
 from stanchion.engine.scheduler import Limits
 from stanchion.model.hashed import HashModel
 from stanchion.model.text import Model
@@ -197,13 +197,11 @@ def build(
         draft_tokens=engine_settings.draft_tokens if model.schema.draft else 0,
     )
     layer_split = config.parallel.layer_split and plan.role != "decode"
-    page_bytes = model.schema.page_bytes
-    if layer_split:
-        page_bytes = owners(model.schema, config.parallel.cp).page_bytes(model.schema)
-    pages = pages_that_fit(page_bytes, config.kv.memory_gib)
+    each = page_bytes(model.schema, config.parallel.cp, layer_split)
+    pages = pages_that_fit(each, config.kv.memory_gib)
     ranks = None if followers is None else followers.start(pages)
     kept = model.schema if ranks is None else ranks.schema(model.schema)
-    tiers = tier_plan(config, plan.name, model.schema, page_bytes)
+    tiers = tier_plan(config, plan.name, model.schema, each)
     parts = assemble(
         model, limits, pages, name, revision, eos_ids, failpoints, config.lab.record_drafts,
         engine_settings.context_max, arena_for(plan.role, kept, pages), config.kv.poison,

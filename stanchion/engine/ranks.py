@@ -189,6 +189,11 @@ def owners(whole: Schema, ranks: int) -> Owners:
     return Owners.of(whole, ranks)
 
 
+def page_bytes(whole: Schema, ranks: int, layer_split: bool) -> int:
+    """Of a page on the rank that keeps most of it. Raise ConfigError as `owners` does."""
+    return owners(whole, ranks).page_bytes(whole) if layer_split else whole.page_bytes
+
+
 def lanes(batch: Ragged, share: Share) -> Ragged:
     """A rank's queries of a pass: each lane as if it were a request, with its request's table."""
     tables = [

@@ -16,7 +16,7 @@ from stanchion.core.outcome import Completed
 from stanchion.core.request import Sampling
 from stanchion.engine.assemble import Parts, assemble, pages_that_fit
 from stanchion.engine.others import Others
-from stanchion.engine.ranks import Ranked, owners
+from stanchion.engine.ranks import Ranked, page_bytes
 from stanchion.engine.scheduler import Limits
 from stanchion.model.text import Model
 
@@ -28,9 +28,7 @@ HOST_TIMES = 3  # the host's memory, where there is one: so many times the devic
 
 
 def pages_of(model: Model, layer_split: bool, ranks: int, budget: int) -> int:
-    schema = model.schema
-    each = owners(schema, ranks).page_bytes(schema) if layer_split else schema.page_bytes
-    return pages_that_fit(each, budget / 2**30)
+    return pages_that_fit(page_bytes(model.schema, ranks, layer_split), budget / 2**30)
 
 
 @dataclass
@@ -65,16 +63,14 @@ class Side:
         pages = pages_of(self.model, self.layer_split, self.ranks, self.budget)
         self.followers = Followers(config, frozenset())
         ranks = self.followers.start(pages)
-        page_bytes = schema.page_bytes
-        if self.layer_split:
-            page_bytes = owners(schema, self.ranks).page_bytes(schema)
+        each = page_bytes(schema, self.ranks, self.layer_split)
         self.parts: Parts = assemble(
             self.model,
             Limits(chunk_tokens=CHUNK_TOKENS, draft_tokens=3),
             pages,
             ranks=ranks,
             others=Others(self.followers),
-            tiers=tier_plan(config, "bench", schema, page_bytes),
+            tiers=tier_plan(config, "bench", schema, each),
         )
 
     def rate(self, prompts: list[list[int]]) -> float:
