@@ -303,18 +303,23 @@ def _run_chat(arguments: argparse.Namespace) -> int:
 
 def _bench(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "name", choices=["engine", "handoff", "tiers", "layersplit"], help="which benchmark"
+        "name",
+        choices=["engine", "handoff", "tiers", "layersplit", "monitor"],
+        help="which benchmark",
     )
     command.add_argument("--quick", action="store_true", help="smaller and shorter: minutes")
     command.add_argument("--json", metavar="FILE", help="write machine, versions and raw runs")
     command.add_argument("--only", metavar="MEASURE", help="just this measure")
+    command.add_argument(
+        "--set", metavar="FOLDER", help="monitor: where its labelled set is, or is to be made"
+    )
     command.set_defaults(run=_run_bench)
 
 
 def _run_bench(arguments: argparse.Namespace) -> int:
     from stanchion.cli.bench.command import run
 
-    return run(arguments.name, arguments.quick, arguments.json, arguments.only)
+    return run(arguments.name, arguments.quick, arguments.json, arguments.only, arguments.set)
 
 
 def _run_settings(arguments: argparse.Namespace) -> int:

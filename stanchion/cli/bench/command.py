@@ -21,10 +21,13 @@ class Bench(Protocol):
         """Load what these measures need, before the first of them."""
 
 
-def run(name: str, quick: bool, json_file: str | None, only: str | None) -> int:
+def run(
+    name: str, quick: bool, json_file: str | None, only: str | None, folder: str | None = None
+) -> int:
+    """`folder`: of the labelled set, for the benchmark that has one."""
     torch.set_num_threads(1)
     with torch.inference_mode():
-        bench = _bench(name, quick)
+        bench = _bench(name, quick, folder)
         if only is not None and only not in bench.measures:
             raise ConfigError(f"no measure {only}; there are: {', '.join(bench.measures)}")
         measures = run_all(f"bench {name}", bench, only)
@@ -47,11 +50,12 @@ def run_all(title: str, bench: Bench, only: str | None) -> list[Measure]:
         for name in names:
             progress.update(task, description=name, refresh=True)
             measures.append(bench.measures[name]())
+            progress.console.print(f"{name}: {measures[-1].result:.4g}", highlight=False)
             progress.advance(task)
     return measures
 
 
-def _bench(name: str, quick: bool) -> Bench:
+def _bench(name: str, quick: bool, folder: str | None) -> Bench:
     # Each needs what the other does without.
     if name == "engine":
         from stanchion.cli.bench import engine
@@ -67,6 +71,11 @@ def _bench(name: str, quick: bool) -> Bench:
         return layersplit.Bench(
             model_folder("tiny"), layersplit.QUICK if quick else layersplit.FULL
         )
+    if name == "monitor":
+        from stanchion.cli.bench import monitor
+
+        there = Path(folder) if folder is not None else None
+        return monitor.Bench(model_folder("tiny"), monitor.QUICK if quick else monitor.FULL, there)
     from stanchion.cli.bench import handoff
 
     return handoff.Bench(model_folder("tiny"), handoff.QUICK if quick else handoff.FULL)
