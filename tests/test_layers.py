@@ -71,6 +71,7 @@ MAY_TOUCH: dict[str, set[str]] = {
     "gateway/protocol.py": {"uvicorn"},
     "gateway/serve.py": {"asyncio", "signal", "socket", "uvicorn", "uvloop"},
     "gateway/web.py": {"asyncio"},
+    "cli/bench/madeup.py": {"random"},
     "cli/chat.py": {"http", "time", "urllib"},
     "cli/drive.py": {"asyncio", "tempfile", "time"},
     "cli/main.py": {"os"},

@@ -216,13 +216,13 @@ def test_the_unsafe_pair_lacks_what_is_measured(bench: handoff.Bench) -> None:
 
 @pytest.fixture(scope="module")
 def tiers_bench() -> tiers.Bench:
-    return tiers.Bench(model_folder("tiny"), tiers.Sizes(160, 1, 1, 12, 2, 1, 1, 8, 1))
+    return tiers.Bench(model_folder("tiny"), tiers.Sizes(160, 1, 1, 2, 12, 2, 1, 1, 8, 1))
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        *("host_hit_ttft", "disk_hit_ttft", "exposed_wait", "overlap_gain"),
+        *("host_hit_ttft", "disk_hit_ttft", "exposed_wait", "overlap_gain_once"),
         *("overlap_gain_linked", "kv_check_full_cost", "load_over_memcpy"),
     ],
 )
@@ -234,6 +234,21 @@ def test_each_measure_of_tiers_runs(
         measure = tiers_bench.measures[name]()
     assert len(measure.ours) in (1, 2) and all(one >= 0 for one in measure.ours)
     assert measure.note and math.isfinite(measure.result)
+
+
+def test_overlap_is_a_ratio_of_each_processs_own_medians(
+    tiers_bench: tiers.Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = iter([([1.0, 9.0, 2.0], [3.0, 3.0, 0.0]), ([10.0], [5.0])])
+
+    def process(command: list[str | Path], **more: object) -> None:
+        ours, other = next(runs)
+        assert "overlap_gain_once" in command
+        Path(command[-1]).write_text(json.dumps({"measures": [{"ours": ours, "other": other}]}))
+
+    monkeypatch.setattr(tiers.subprocess, "run", process)
+    measure = tiers_bench.overlap_gain()
+    assert measure.ours == [1.5, 0.5] and measure.result == 1.0
 
 
 def test_owners_send_what_passes_need_and_no_more() -> None:
