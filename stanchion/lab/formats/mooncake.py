@@ -8,6 +8,7 @@ cannot be milliseconds is refused unless the reader is told.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from math import inf
 from pathlib import Path
 from typing import Annotated
 
@@ -42,7 +43,7 @@ def read(path: Path, options: Options) -> Trace:
 
 
 def _requests(path: Path, options: Options, block_tokens: int) -> Iterator[Recorded]:
-    before, unit = 0.0, options.unit or "ms"
+    before, unit = -inf, options.unit or "ms"
     for count, (number, raw) in enumerate(lines(path)):
         said = decoded(path, number, raw, Line)
         _check_unit(path, number, said.timestamp, count, options.unit)
