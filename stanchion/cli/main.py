@@ -262,6 +262,11 @@ def _verify(command: argparse.ArgumentParser) -> None:
         "--failpoint", action="append", default=[], metavar="NAME", help="bring a fault back"
     )
     command.add_argument("--json", metavar="FILE", help="write all counts, and wrong answers whole")
+    command.add_argument(
+        "--url",
+        help="burn in a server that runs already, of whichever engine: only what HTTP shows counts",
+    )
+    command.add_argument("--api-key", default="", help="of that server")
     command.set_defaults(run=_run_verify)
 
 
@@ -270,7 +275,24 @@ def _tokens(said: str) -> int:
     return int(said.removesuffix("k")) * (1000 if thousands else 1)
 
 
+def _run_burn_in(arguments: argparse.Namespace) -> int:
+    from stanchion.cli.burnin import QUIET_REQUESTS, burn_in
+    from stanchion.lab.burnin import Storm
+
+    plain = Storm()
+    storm = replace(
+        plain,
+        requests=arguments.requests or plain.requests,
+        seed=arguments.seed,
+        concurrency=arguments.concurrency,
+    )
+    key = arguments.api_key or os.environ.get("STANCHION_API_KEY", "")
+    return burn_in(arguments.url, key, storm, QUIET_REQUESTS, arguments.json)
+
+
 def _run_verify(arguments: argparse.Namespace) -> int:
+    if arguments.url is not None:
+        return _run_burn_in(arguments)
     config = _config(arguments, VERIFY_FLAGS)
     names = ",".join(filter(None, [config.lab.failpoints, *arguments.failpoint]))
     config = replace(config, lab=replace(config.lab, failpoints=names))
