@@ -21,7 +21,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "disagg": {"core", "device", "kv", "parallel", "engine"},
     # pure modules alone
     "sim": {"core", "device", "kv", "parallel", "engine", "disagg", "gateway"},
-    "cli": {"core", "device", "kv", "parallel", "model", "engine", "disagg", "gateway", "sim"},
+    "lab": {"core", "gateway", "sim"},
+    "cli": {
+        *("core", "device", "kv", "parallel", "model", "engine", "disagg", "gateway", "sim", "lab"),
+    },
 }
 
 # Modules not listed here touch none of these: given the same calls they do the same things.
