@@ -74,6 +74,8 @@ MAY_TOUCH: dict[str, set[str]] = {
     "gateway/protocol.py": {"uvicorn"},
     "gateway/serve.py": {"asyncio", "signal", "socket", "uvicorn", "uvloop"},
     "gateway/web.py": {"asyncio"},
+    "lab/replay_client.py": {"aiohttp"},
+    "lab/replay_run.py": {"asyncio"},
     "cli/chat.py": {"http", "time", "urllib"},
     "cli/drive.py": {"asyncio", "tempfile", "time"},
     "cli/main.py": {"os"},
