@@ -11,6 +11,7 @@
   x OutputSuspect        the engine or the monitor stopped it     502, retry
   x ConfigError          the settings make no sense               at start
   x WeightsError         a checkpoint that we cannot run          at start
+  x TraceError           a recording or trace that is not one     at reading
 
 A broken promise between our own parts is not in this list: it is a Bug, and it ends the process.
 """
@@ -91,6 +92,17 @@ class ConfigError(ServeError):
 
 class WeightsError(ServeError):
     """The message names the file or the tensors that do not fit."""
+
+
+class TraceError(ServeError):
+    """The message has file:line, the field, and what was expected there."""
+
+    status = 400
+    code = "invalid_trace"
+
+    def __init__(self, path: object, line: int | None, message: str) -> None:
+        place = f"{path}:{line}" if line else str(path)
+        super().__init__(f"{place}: {message}")
 
 
 class Bug(Exception):
