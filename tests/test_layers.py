@@ -72,6 +72,8 @@ MAY_TOUCH: dict[str, set[str]] = {
     "gateway/link.py": {"asyncio", "zmq"},
     "gateway/members.py": {"asyncio", "zmq"},
     "gateway/protocol.py": {"uvicorn"},
+    "gateway/record/files.py": {"os"},
+    "gateway/record/recorder.py": {"secrets", "threading", "time"},
     "gateway/serve.py": {"asyncio", "signal", "socket", "uvicorn", "uvloop"},
     "gateway/web.py": {"asyncio"},
     "lab/replay_client.py": {"aiohttp"},

@@ -80,6 +80,9 @@ SERVE_FLAGS: Flags = {
     "reasoning-parser": "gateway.reasoning_parser",
     "join": "cluster.join",
     "integrity": "gateway.integrity",
+    "record": "gateway.record",
+    "record-content": "gateway.record_content",
+    "record-max-gib": "gateway.record_max_gib",
     **VERIFY_FLAGS,
 }
 

@@ -91,6 +91,9 @@ def gateway_settings(config: Config, api_keys: Keys, peer_key: str) -> GatewaySe
         retries_share=gateway.retries_share,
         retries_spare=gateway.retries_spare,
         baselines=gateway.baselines,
+        record=gateway.record,
+        record_content=gateway.record_content,
+        record_max_gib=gateway.record_max_gib,
     )
 
 

@@ -86,6 +86,9 @@ class Gateway:
     retries_share: Annotated[float, "quality retries a minute, as a share of requests"] = 0.1
     retries_spare: Annotated[int, "quality retries a minute besides, for little traffic"] = 10
     baselines: Annotated[str, "file of what healthy answers look like; empty: the one here"] = ""
+    record: Annotated[str, "folder to record requests to, without content; empty: none are"] = ""
+    record_content: Annotated[bool, "record what is asked and answered, too"] = False
+    record_max_gib: Annotated[float, "bound of that folder; its oldest part is dropped"] = 4.0
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,11 @@ from stanchion.core.outcome import Completed, Leaver
 from stanchion.core.request import Sampling
 from stanchion.gateway.choice import Style
 from stanchion.gateway.ledger import READ_MAX, DraftRecord, Mail, Ticket, joined
+from stanchion.gateway.monitor.budget import finding
 from stanchion.gateway.monitor.guard import Drop, Effect, Guard, Noticed, Restart, Witness
 from stanchion.gateway.monitor.witness import Clean, Unwitnessed, Verdict, judge
 from stanchion.gateway.monitor.words import ACCEPTANCE
+from stanchion.gateway.record.attempts import Attempts
 from stanchion.gateway.router import Life
 from stanchion.gateway.splice import finished, resumed
 
@@ -71,6 +73,7 @@ class Answer:
         self._cached_tokens = 0
         self._spec: Spec | None = None
         self._draft_record: DraftRecord | None = None
+        self.attempts = Attempts()
         self._told = False
         self._blamed = False  # the drafts, by this answer: one answer counts once
 
@@ -90,6 +93,7 @@ class Answer:
         came = 0
         if (mail := self._ticket.take()) is not None and not self._dropped:
             came = len(mail.tokens)
+            self.attempts.came(mail, self.lives)
             self._note(mail)
             deaf = ACCEPTANCE if self._undrafted() else ()
             self._do(
@@ -158,6 +162,7 @@ class Answer:
             effect = waiting.popleft()
             match effect:
                 case Noticed():
+                    self.attempts.suspected(effect.suspicion.kind)
                     self._books.noticed(self, effect)
                 case Drop():
                     self._dropped = True
@@ -204,6 +209,7 @@ class Answer:
 
     def _say(self, wanted: Witness, said: Verdict, lives: Sequence[Life] = ()) -> list[Effect]:
         kind = wanted.kind
+        self.attempts.judged(finding(said))
         self._books.judged(self, kind, said, lives or self.lives, not self._blamed)
         self._blamed = self._blamed or kind in ACCEPTANCE
         return self._guard.verdict(said)
@@ -218,7 +224,7 @@ class Answer:
             self._books.outcomes["over_budget"] += 1
             self._guard.refused(f"{wanted.why}; the retry budget is spent")
             return
-        used = [*self._used, *self.lives]
+        before, used = self.lives, [*self._used, *self.lives]
         start = resumed(self._start, kept, self._mint(), self._mint())
         try:
             self._ticket = self._books.workers.elsewhere(start, self._ring, used)
@@ -226,6 +232,7 @@ class Answer:
             self._books.outcomes["no_worker"] += 1
             self._guard.refused(f"{wanted.why}; no other attempt: {error}")
             return
+        self.attempts.again(before)
         self._used, self._dropped, self._scores = used, False, None
         self._guard.restarted(wanted.keep)
 

@@ -29,6 +29,9 @@ from stanchion.gateway.messages import Anthropic
 from stanchion.gateway.metrics import CONTENT_TYPE, Metrics
 from stanchion.gateway.openai import Ask
 from stanchion.gateway.quota import Quota, Quotas, own_quotas
+from stanchion.gateway.record.course import Course
+from stanchion.gateway.record.recorder import Entry
+from stanchion.gateway.record.start import recorder, told
 from stanchion.gateway.replies import Json, OpenAI
 from stanchion.gateway.settings import GatewaySettings
 from stanchion.gateway.tokens import Vocabulary
@@ -68,7 +71,8 @@ class App:
         self._admin = Admin(fleet, self._running, lambda: self.on_drain())
         self.on_drain: Callable[[], None] = lambda: None  # the server was told to stop
         self.intake = Intake(settings, vocabulary, fleet)
-        self.metrics = Metrics(fleet)
+        self._recorder = recorder(settings, vocabulary, fleet)
+        self.metrics = Metrics(fleet, self._recorder)
         self.routes = self._routes()
         self._table: dict[tuple[str, str], Route] = {
             (route.method, route.path): route for route in self.routes
@@ -93,6 +97,8 @@ class App:
 
     def close(self) -> None:
         self.intake.close()
+        if self._recorder is not None:
+            self._recorder.close()
 
     # ---- the edge ---------------------------------------------------------------------------
 
@@ -226,23 +232,32 @@ class App:
 
     async def _generate(self, call: Call, tenant: str, parse: Parse, dialect: Dialect) -> None:
         with self.intake.open_call():
+            course = Course(time.monotonic(), keeps=self._settings.record_content)
             self.intake.admit()
             self._quotas.admit(tenant, time.monotonic())
             ask = await self.intake.ask(call, parse)
             # Read again: it may have changed while the body came and was tokenised.
             self.intake.admit()
-            generation = Generation(call, ask, tenant, dialect, self._fleet, self.metrics)
+            generation = Generation(call, ask, tenant, dialect, self._fleet, self.metrics, course)
+            entry = self._arrived(call, ask, tenant, course)
             self._running[call.name] = generation
             began = time.monotonic()
             try:
                 error = await generation.run()
             finally:
                 del self._running[call.name]
+                if self._recorder is not None and entry is not None:
+                    self._recorder.ended(entry, generation.over())
                 used = generation.prompt_tokens + generation.generated_tokens
                 self._quotas.used(tenant, used, time.monotonic())
             self._log(call, tenant, ask, generation, time.monotonic() - began)
             if error is not None:
                 raise error
+
+    def _arrived(self, call: Call, ask: Ask, tenant: str, course: Course) -> Entry | None:
+        if self._recorder is None:
+            return None
+        return self._recorder.arrived(told(call, ask, tenant), course)
 
     def _log(
         self, call: Call, tenant: str, ask: Ask, generation: Generation, seconds: float

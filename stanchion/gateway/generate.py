@@ -18,6 +18,7 @@ from uuid import uuid4
 from stanchion.core.errors import ServeError
 from stanchion.core.messages import PromptScores
 from stanchion.core.outcome import Cancelled, Leaver, Outcome, worse
+from stanchion.gateway.answer import Answer
 from stanchion.gateway.choice import ChoiceFold, Piece
 from stanchion.gateway.dialect import Dialect
 from stanchion.gateway.failures import failure
@@ -27,6 +28,8 @@ from stanchion.gateway.ledger import Mail, joined
 from stanchion.gateway.markup import merged
 from stanchion.gateway.metrics import Metrics, tag
 from stanchion.gateway.openai import Ask
+from stanchion.gateway.record.attempts import Attempts
+from stanchion.gateway.record.course import Course, Over
 from stanchion.gateway.web import JSON, Call
 
 STREAM = b"text/event-stream; charset=utf-8"
@@ -43,6 +46,7 @@ def mint() -> str:
 class _Choice:
     ticket: Reader
     fold: ChoiceFold
+    attempts: Attempts
     pieces: list[Piece] = field(default_factory=list)
     scores: PromptScores | None = None
     told: bool = False  # its finish chunk was written
@@ -51,6 +55,11 @@ class _Choice:
     def whole(self) -> Piece:
         parts = merged(part for piece in self.pieces for part in piece.parts)
         return Piece(parts, tuple(one for piece in self.pieces for one in piece.scored))
+
+
+def _choice(ticket: Reader, fold: ChoiceFold) -> _Choice:
+    attempts = ticket.attempts if isinstance(ticket, Answer) else Attempts()
+    return _Choice(ticket, fold, attempts)
 
 
 _LEFT: Outcome = Cancelled("client")
@@ -65,6 +74,7 @@ class Generation:
         dialect: Dialect,
         fleet: Fleet,
         metrics: Metrics,
+        course: Course,
     ) -> None:
         self._call = call
         self._ask = ask
@@ -73,9 +83,11 @@ class Generation:
         self._metrics = metrics
         self._bell = asyncio.Event()
         self._began = time.monotonic()
+        self._course = course
         starts = ask.starts(tenant, mint)
         tickets = fleet.integrity.start(starts, self._bell.set, ask.style, ask.stream, mint)
-        self.choices = [_Choice(ticket, ChoiceFold(ask.style)) for ticket in tickets]
+        course.send = time.monotonic()
+        self.choices = [_choice(ticket, ChoiceFold(ask.style)) for ticket in tickets]
         self.folds = [choice.fold for choice in self.choices]
         self._writer = dialect.writer(ask, call.name, int(time.time()), self.folds)
         metrics.accepted(sum(map(len, ask.prompts)))
@@ -92,6 +104,22 @@ class Generation:
         finally:
             self._leave()
             self._account()
+            self._course.end = time.monotonic()
+
+    def over(self) -> Over:
+        """How the first choice ended."""
+        first = self.choices[0]
+        fold = first.fold
+        reason = fold.end.reason if fold.end else None
+        return Over(
+            outcome="completed" if fold.end else tag(fold.failed or _LEFT),
+            finish="tool_calls" if fold.called else reason,
+            output_tokens=fold.tokens,
+            cached_tokens=fold.cached_tokens,
+            spec=fold.spec,
+            accepts=first.attempts.accepts(),
+            attempts=first.attempts.all(),
+        )
 
     def outcome(self) -> str:
         """The worst of the choices, in a word, for the log."""
@@ -130,6 +158,7 @@ class Generation:
             written = await asyncio.to_thread(self._writer.whole, pieces, scores)
         else:
             written = self._writer.whole(pieces, scores)
+        self._course.byte(time.monotonic())
         await self._call.whole(200, JSON, written)
         return None
 
@@ -145,6 +174,7 @@ class Generation:
                 continue
             if not self._call.started:
                 await self._call.start(200, STREAM, _STREAM_HEADERS)
+                self._course.byte(time.monotonic())
                 await self._call.write(self._writer.opening())
             if written := self._chunks():
                 await self._call.write(written)
@@ -200,21 +230,30 @@ class Generation:
         fold.spec = mail.spec or fold.spec
         fold.draft_record = mail.draft_record
         choice.scores = joined(choice.scores, mail.scores)
+        if not isinstance(choice.ticket, Answer):
+            choice.attempts.came(mail, choice.ticket.lives)
         before = fold.tokens
-        choice.pieces.append(fold.push(mail.tokens, mail.logprobs, mail.top))
+        piece = fold.push(mail.tokens, mail.logprobs, mail.top)
         new = fold.tokens - before
         if mail.came is not None and not self._ask.stream:
             new = mail.came  # all of it is held back to its end, and timed as it comes
         self._time(choice, new)
+        self._keep(choice, piece)
         if mail.ended is not None:
-            choice.pieces.append(fold.finish(mail.ended))
+            self._keep(choice, fold.finish(mail.ended))
         if fold.over():
             self._fleet.integrity.leave(choice.ticket, "stop_string" if fold.end else "monitor")
+
+    def _keep(self, choice: _Choice, piece: Piece) -> None:
+        choice.pieces.append(piece)
+        if choice is self.choices[0]:
+            self._course.piece(piece, time.monotonic())
 
     def _time(self, choice: _Choice, tokens: int) -> None:
         if not tokens:
             return
         now = time.monotonic()
+        self._course.token(now)
         if choice.last_at is None:
             self._metrics.first_token(now - self._began)
         else:
@@ -237,6 +276,7 @@ class Generation:
 
     async def _watch(self) -> None:
         await self._call.gone()
+        self._course.left = time.monotonic(), self.folds[0].tokens
         self._leave()
 
     def _leave(self) -> None:

@@ -98,6 +98,8 @@ class Intake:
         with Held(self._bodies) as held:
             raw = await self.raw(call, held)
             body, size = parse(raw), len(raw)
+            if self._settings.record_content:
+                call.raw = raw
             del raw
             limits = self.limits()
             openai.check(body, limits)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from importlib import resources
 from pathlib import Path
-from typing import assert_never, cast
+from typing import cast
 
 import msgspec
 from msgspec.structs import replace
@@ -32,10 +32,10 @@ from stanchion.gateway.answer import Answer, Mint, Ring, Workers
 from stanchion.gateway.choice import Style
 from stanchion.gateway.ledger import Ticket
 from stanchion.gateway.monitor import baseline
-from stanchion.gateway.monitor.budget import Allowance, DraftFaults, Finding, RetryBudget
+from stanchion.gateway.monitor.budget import Allowance, DraftFaults, RetryBudget, finding
 from stanchion.gateway.monitor.fold import Monitor, Reading, Rules
 from stanchion.gateway.monitor.guard import Contract, Guard, Mode, Noticed
-from stanchion.gateway.monitor.witness import Clean, Confirmed, Scale, Unwitnessed, Verdict
+from stanchion.gateway.monitor.witness import Clean, Confirmed, Scale, Verdict
 from stanchion.gateway.monitor.words import Kind
 from stanchion.gateway.router import Life
 from stanchion.gateway.settings import GatewaySettings
@@ -157,14 +157,14 @@ class Integrity:
         first: bool,
     ) -> None:
         """`first`: of this answer, about its acceptance."""
-        finding = _finding(said)
-        self.verdicts[finding] += 1
+        found = finding(said)
+        self.verdicts[found] += 1
         line = journal.Line(
             event="verdict",
             request=answer.request,
             tenant=answer.tenant,
             kind=kind or "",
-            verdict=finding,
+            verdict=found,
             token=said.onset if isinstance(said, Confirmed) else 0,
             worker=_names(lives),
         )
@@ -172,9 +172,9 @@ class Integrity:
         if isinstance(said, Confirmed):
             for life in lives:
                 self._epochs[life] += 1
-        if kind is None or not lives or not (first or finding == "confirmed"):
+        if kind is None or not lives or not (first or found == "confirmed"):
             return
-        if self.draft_faults.found(lives[0], kind, finding):
+        if self.draft_faults.found(lives[0], kind, found):
             self.draft_faults_found += 1
             alert = journal.Line(event="draft_fault", worker=lives[0][0], kind=kind)
             journal.write(alert, logging.ERROR)
@@ -187,18 +187,6 @@ def drawn(request: str, share: float) -> bool:
     """True for that share of requests, by their names alone."""
     digest = blake2b(request.encode(), digest_size=6, person=b"witness").digest()
     return int.from_bytes(digest, "little") < share * 2**48
-
-
-def _finding(said: Verdict) -> Finding:
-    match said:
-        case Clean():
-            return "clean"
-        case Confirmed():
-            return "confirmed"
-        case Unwitnessed():
-            return "unwitnessed"
-        case _:
-            assert_never(said)
 
 
 def _names(lives: Sequence[Life]) -> str:

@@ -18,6 +18,7 @@ from stanchion.core.outcome import Outcome
 from stanchion.gateway.fleet import Fleet
 from stanchion.gateway.integrity import Integrity
 from stanchion.gateway.members import View
+from stanchion.gateway.record.recorder import LOST, Recorder
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 _PREFIX = "stanchion:"
@@ -27,7 +28,7 @@ _E2E_S = (0.1, 0.3, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 240, 480, 960, 1920)
 
 
 class Metrics:
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, recorder: Recorder | None = None) -> None:
         self.registry = CollectorRegistry()
         self._prompt = self._counter("prompt_tokens", "Prompt tokens of accepted requests")
         self._generated = self._counter("generation_tokens", "Tokens generated for clients")
@@ -41,6 +42,8 @@ class Metrics:
         self._next = self._histogram("inter_token_latency_seconds", "Between tokens", _ITL_S)
         self._whole = self._histogram("e2e_request_latency_seconds", "To the end", _E2E_S)
         self.registry.register(_Workers(fleet))
+        if recorder is not None:
+            self.registry.register(_Recorded(recorder))
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
@@ -141,6 +144,25 @@ class _Workers(Collector):
                 said = (view.name, view.role, one.model, one.revision, drafts, vocabulary)
                 info.add_metric(said, 1.0)
         return info
+
+
+class _Recorded(Collector):
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        told = self._recorder
+        yield CounterMetricFamily(_PREFIX + "recorded", "Requests recorded", told.written)
+        yield CounterMetricFamily(_PREFIX + "recorded_bytes", "Of records", told.written_bytes)
+        lost = CounterMetricFamily(
+            _PREFIX + "record_lost", "Records not made, and old segments dropped", labels=("why",)
+        )
+        for why in LOST:
+            lost.add_metric((why,), told.lost[why])
+        yield lost
 
 
 def _integrity(told: Integrity) -> Iterator[Metric]:

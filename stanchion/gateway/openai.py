@@ -81,6 +81,7 @@ class Ask:
     with_logprobs: bool = False
     with_prompt_logprobs: bool = False
     echo: bool = False
+    tools: bool = False  # the prompt declares some
 
     @property
     def with_scores(self) -> bool:
@@ -263,6 +264,7 @@ def ask(
         with_logprobs=bool(body.logprobs) if chat else body.logprobs is not None,
         with_prompt_logprobs=body.prompt_logprobs is not None,
         echo=isinstance(body, CompletionBody) and bool(body.echo),
+        tools=isinstance(body, ChatBody) and bool(shown_tools(body)),
     )
 
 

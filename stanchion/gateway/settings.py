@@ -51,6 +51,9 @@ class GatewaySettings:
     retries_share: Annotated[float, "quality retries a minute, of its requests"] = 0.1
     retries_spare: Annotated[int, "quality retries a minute besides, for little traffic"] = 10
     baselines: Annotated[str, "file of healthy answers' baselines; empty: ours"] = ""
+    record: Annotated[str, "folder to record requests to; empty: none are"] = ""
+    record_content: Annotated[bool, "record what is asked and answered too"] = False
+    record_max_gib: Annotated[float, "bound of the folder; the oldest is dropped"] = 4.0
 
     def check(self) -> None:
         if not self.api_keys and not _loopback(self.host):
@@ -79,6 +82,10 @@ class GatewaySettings:
                 raise ConfigError(f"{name} must be 0 or more")
         if not 0 <= self.witness_share <= 1:
             raise ConfigError("witness_share must be from 0 to 1")
+        if self.record_content and not self.record:
+            raise ConfigError("record_content wants record: the folder to record to")
+        if not 0.001 <= self.record_max_gib <= 2**20:
+            raise ConfigError(f"record_max_gib must be from 0.001 to {2**20}")
         if not 0 <= self.port <= 65535:
             raise ConfigError("port must be from 0 to 65535")
 

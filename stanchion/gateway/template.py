@@ -25,12 +25,12 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _now
-        self._source = source
+        self.source = source
         self._template = environment.from_string(source)
         self._constants = {name: value for name, value in constants.items() if value}
 
     def mentions(self, *words: str) -> bool:
-        return all(word in self._source for word in words)
+        return all(word in self.source for word in words)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> str:
         try:

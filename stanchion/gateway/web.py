@@ -70,6 +70,7 @@ class Call:
     status: int = 0
     headers: dict[bytes, bytes] = field(default_factory=dict)
     marks: Headers = field(default_factory=list)  # go out with whatever is answered
+    raw: bytes | None = field(default=None, repr=False)  # its body, where that is recorded
 
     def __post_init__(self) -> None:
         self.headers = {name.lower(): value for name, value in self.scope["headers"]}

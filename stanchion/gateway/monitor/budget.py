@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable
-from typing import Literal
+from typing import Literal, assert_never
 
+from stanchion.gateway.monitor.witness import Clean, Confirmed, Unwitnessed, Verdict
 from stanchion.gateway.monitor.words import ACCEPTANCE, Kind
 
 WINDOW_S = 60.0
@@ -117,3 +118,15 @@ class DraftFaults:
             return False
         self._faulty[worker] = None
         return True
+
+
+def finding(said: Verdict) -> Finding:
+    match said:
+        case Clean():
+            return "clean"
+        case Confirmed():
+            return "confirmed"
+        case Unwitnessed():
+            return "unwitnessed"
+        case _:
+            assert_never(said)

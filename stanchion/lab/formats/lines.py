@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -25,8 +25,13 @@ SECONDS_MAX = 10.0 * 366 * 86400  # of a trace's own clock
 Read = TypeVar("Read")
 
 
+class Stream(Protocol):
+    def read(self, size: int = -1, /) -> bytes: ...
+    def readline(self, size: int = -1, /) -> bytes: ...
+
+
 @contextmanager
-def opened(path: Path) -> Iterator[IO[bytes]]:
+def opened(path: Path) -> Iterator[Stream]:
     """The file's bytes, unpacked where they are gzip. Raise TraceError."""
     try:
         with path.open("rb") as raw:

@@ -32,9 +32,7 @@ def read(folder: Path) -> Trace:
     return Trace(header, lambda left_out: _requests(folder, header, left_out))
 
 
-def _requests(
-    folder: Path, header: Header, left_out: Callable[[int], None]
-) -> Iterator[Recorded]:
+def _requests(folder: Path, header: Header, left_out: Callable[[int], None]) -> Iterator[Recorded]:
     for path in sorted(folder.glob(SEGMENTS)):
         for number, line in lines(path):
             if not line.endswith(b"\n"):
@@ -48,12 +46,15 @@ def write(folder: Path, header: Header, requests: Iterable[Recorded]) -> int:
     """How many were written. Raise TraceError where the folder holds something already."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if any(folder.iterdir()):
-        raise TraceError(folder, None, "is not empty; a recording is written to a folder of its own")
+        raise TraceError(
+            folder, None, "is not empty; a recording is written to a folder of its own"
+        )
     (folder / HEADER).write_bytes(msgspec.json.encode(header) + b"\n")
-    writer, count = _Segments(folder), 0
-    with writer:
-        for count, one in enumerate(requests, start=1):
+    count = 0
+    with _Segments(folder) as writer:
+        for one in requests:
             writer.write(msgspec.json.encode(one) + b"\n")
+            count += 1
     return count
 
 

@@ -1,0 +1,70 @@
+"""Chained hashes of a prompt's blocks, under a key that is never written down. Pure.
+
+The chain's root is of key, tenant and cache salt, so two prompts share hashes exactly where the
+engine could share their pages; without the key nobody can hash a guess and compare.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+CHAIN_BYTES = 32
+SHOWN_BYTES = 8  # of each hash; 10 million blocks then collide with a chance of 1 in 370,000
+TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Chain:
+    """`links[i]`: of all tokens up to the end of block i, whole; `tail`: of all tokens."""
+
+    links: tuple[bytes, ...]
+    tail: bytes | None
+    tail_tokens: int
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        return tuple(link[:SHOWN_BYTES].hex() for link in self.links)
+
+    @property
+    def shown_tail(self) -> str | None:
+        return None if self.tail is None else self.tail[:SHOWN_BYTES].hex()
+
+
+def root(key: bytes, tenant: str, salt: str) -> bytes:
+    mixed = blake2b(key=key, digest_size=CHAIN_BYTES, person=b"recording")
+    for part in (tenant, salt):
+        raw = part.encode()
+        mixed.update(len(raw).to_bytes(8, "little") + raw)
+    return mixed.digest()
+
+
+def raw_tokens(tokens: Sequence[int]) -> bytes:
+    packed = array("i", tokens)
+    assert packed.itemsize == TOKEN_BYTES
+    return packed.tobytes()
+
+
+def link(parent: bytes, raw: bytes) -> bytes:
+    return blake2b(raw, key=parent, digest_size=CHAIN_BYTES).digest()
+
+
+def chain(first: bytes, tokens: Sequence[int], block_tokens: int) -> Chain:
+    raw, size = raw_tokens(tokens), block_tokens * TOKEN_BYTES
+    whole = len(raw) // size * size
+    links: list[bytes] = []
+    parent = first
+    for at in range(0, whole, size):
+        parent = link(parent, raw[at : at + size])
+        links.append(parent)
+    rest = raw[whole:]
+    return Chain(tuple(links), link(parent, rest) if rest else None, len(rest) // TOKEN_BYTES)
+
+
+def pseudonym(key: bytes, name: str) -> str:
+    """The same name, the same pseudonym; "" stays."""
+    if not name:
+        return ""
+    return blake2b(name.encode(), key=key, digest_size=8, person=b"name").hexdigest()
