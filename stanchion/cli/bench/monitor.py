@@ -39,12 +39,12 @@ from stanchion.cli.bench.labelled import (
     shards,
 )
 from stanchion.cli.bench.measure import Measure
-from stanchion.cli.bench.sides import corpus
 from stanchion.core.errors import ConfigError
 from stanchion.engine.assemble import assemble
 from stanchion.engine.scheduler import Limits
 from stanchion.gateway.monitor.guard import Mode
 from stanchion.gateway.tokens import load_vocabulary
+from stanchion.lab.corpus import corpus
 from stanchion.lab.stats import Rate
 from stanchion.model.load import load_glm
 from stanchion.model.text import Model
