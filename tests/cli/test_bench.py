@@ -11,16 +11,29 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
-from stanchion.cli.bench import engine, handoff, layersplit, memory, pair, storm, tiers
+from stanchion.cli.bench import (
+    engine,
+    handoff,
+    labelled,
+    layersplit,
+    madeup,
+    memory,
+    monitor,
+    pair,
+    storm,
+    tiers,
+)
 from stanchion.cli.bench.command import run, run_all
 from stanchion.cli.bench.measure import Measure, interleave, paired, table, upper_bound, write
 from stanchion.cli.bench.waiting import Waiting
 from stanchion.cli.settings import model_folder
 from stanchion.core.errors import ConfigError
+from stanchion.gateway.tokens import load_vocabulary
 from stanchion.kv.schema import Buffer, Schema
 from stanchion.kv.transfer.words import Write, WriteEnded
 
@@ -272,3 +285,64 @@ def test_a_wait_at_a_door_is_measured() -> None:
 
     waiting.wait(Slow(), 1)  # type: ignore[arg-type]
     assert waiting.seconds > 0
+
+
+# ---- monitor --------------------------------------------------------------------------------
+
+
+SMALL_SET = monitor.Sizes(30, 60, 3, 60.0, 2, 3, 20)
+
+
+def _recorded(number: int, damaged: bool = False) -> labelled.Said:
+    """An answer of 80 messages; a damaged one parts from its cold scores at its token 100."""
+    vocabulary = load_vocabulary(model_folder("tiny"))
+    (said,) = madeup.answers("made_up_base64", 1, vocabulary)
+    start = msgspec.structs.replace(said.start, request=f"{number}")
+    made = labelled.Said(start, said.messages[:80], True)
+    made.cold = [score + (damaged and at >= 100) for at, score in enumerate(made.logprobs)]
+    made.onset = 100 if damaged else None
+    return made
+
+
+def test_a_labelled_set_is_judged_by_each_rule_and_mode(tmp_path: Path) -> None:
+    healthy = [_recorded(number) for number in range(90)]
+    labelled.keep(tmp_path / "healthy-0000.msgpack", healthy)
+    for fault in labelled.FAULTS:
+        sick = [_recorded(number, fault != labelled.TEXT_IS_RIGHT) for number in range(3)]
+        labelled.keep(labelled.fault_file(tmp_path, fault), sick)
+    before = labelled.digests(tmp_path)
+    bench = monitor.Bench(model_folder("tiny"), SMALL_SET, tmp_path)
+    with torch.inference_mode():
+        found = {name: bench.measures[name]() for name in bench.measures}
+    assert labelled.digests(tmp_path) == before, "what is there is not made again"
+    assert found["false_aborts"].ours == [0.0] and found["false_aborts"].unit == "of 60"
+    assert found["recall_witnessed"].ours == [1.0]
+    assert found["foreign_write:mode_strict"].ours == [1.0]
+    assert found["foreign_write:mode_balanced"].ours == [0.0]  # nothing of it is suspected
+    assert found["restore_without_draft:mode_strict"].ours == [0.0]  # its text is right
+    assert found["made_up_loop_7:text"].ours == [1.0]
+    assert found["made_up_copy:report"].ours == [1.0]  # the report's rule cuts honest copying off
+
+
+@pytest.mark.soak
+def test_a_labelled_set_is_made_once(tmp_path: Path) -> None:
+    with torch.inference_mode():
+        bench = monitor.Bench(model_folder("tiny"), SMALL_SET, tmp_path)
+        recall, before = bench.recall_witnessed(), labelled.digests(tmp_path)
+        again = monitor.Bench(model_folder("tiny"), SMALL_SET, tmp_path).recall_witnessed()
+    # A sick answer is another one than a right engine's: its cold scores tell.
+    assert recall.ours == again.ours == [1.0] and labelled.digests(tmp_path) == before
+
+
+def test_a_whole_labelled_set_wants_a_folder() -> None:
+    with pytest.raises(ConfigError, match="--set"):
+        monitor.Bench(model_folder("tiny"), monitor.FULL, None).prepare([])
+
+
+def test_made_up_answers_are_counted_as_a_worker_counts() -> None:
+    vocabulary = load_vocabulary(model_folder("tiny"))
+    for kind in madeup.KINDS:
+        (answer,) = madeup.answers(kind, 1, vocabulary)
+        last = answer.messages[-1].spec
+        assert (last is None) == (kind == "made_up_no_drafts")
+        assert last is None or last.tokens + 1 == len(answer.tokens)

@@ -128,6 +128,6 @@ def accepted_steps(answer: Said, drafts: int) -> list[int]:
 def scale_of(cold: Engine, clean: Sequence[Said]) -> Scale:
     gaps = []
     for answer in clean:
-        scores = zip(answer.logprobs, cold_scores(cold, answer), strict=True)
-        gaps.append([gap(was, now) for was, now in scores])
+        scores = answer.cold if answer.cold is not None else cold_scores(cold, answer)
+        gaps.append([gap(was, now) for was, now in zip(answer.logprobs, scores, strict=True)])
     return calibrate(gaps)

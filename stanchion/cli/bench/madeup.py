@@ -56,8 +56,8 @@ def _table(rng: Random) -> Made:
 
 
 def _tale(rng: Random) -> Made:
-    parts = TALE.split("。")
-    return "tell me a tale", "。".join(rng.choice(parts) for _ in range(30)), USUAL
+    said = ("".join(rng.choices(TALE, k=rng.randint(8, 24))) for _ in range(30))
+    return "tell me a tale", "。".join(said), USUAL
 
 
 def _undrafted(rng: Random) -> Made:

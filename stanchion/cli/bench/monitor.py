@@ -88,8 +88,9 @@ class Tally:
             self._count(rule, at, answer)
         for mode in modes:
             said = judges.mode(answer, mode)
-            self._count(mode, said.at if said.found else None, answer)
-            self.in_time[mode] = self.in_time.get(mode, 0) + said.in_time
+            name = in_mode(mode)
+            self._count(name, said.at if said.found else None, answer)
+            self.in_time[name] = self.in_time.get(name, 0) + said.in_time
             if mode == "strict":
                 self.either_found += said.found
                 self.either += said.found or any(at is not None for at in rules.values())
@@ -102,6 +103,11 @@ class Tally:
 
     def rate(self, what: str) -> Rate:
         return Rate(self.found.get(what, 0), self.of.get(what, 0))
+
+
+def in_mode(mode: Mode) -> str:
+    """The name of what a mode does, beside the rules'."""
+    return f"mode_{mode}"
 
 
 class Bench:
@@ -120,7 +126,7 @@ class Bench:
             name = f"tokens_from_onset_p50_{mode}"
             self.measures[name] = partial(self.tokens_from_onset, name, mode)
         for kind in kinds:
-            for what in (*RULES, *MODES):
+            for what in (*RULES, *map(in_mode, MODES)):
                 if kind not in madeup.KINDS or what in RULES:
                     name = f"{kind}:{what}"
                     self.measures[name] = partial(self.rate, name, kind, what)
@@ -138,7 +144,7 @@ class Bench:
 
     def false_aborts(self) -> Measure:
         """Healthy answers that `balanced` did not let go on."""
-        rate = self._healthy("balanced")
+        rate = self._healthy(in_mode("balanced"))
         measure = Measure("false_aborts", f"of {rate.trials}", "value", gate=0, at_least=False)
         measure.ours, measure.note = [float(rate.events)], rate.words()
         return measure
@@ -149,7 +155,7 @@ class Bench:
         rate = Rate(sum(one.either_found for one in sick), sum(one.either for one in sick))
         measure = Measure("recall_witnessed", "of them", "value", gate=0.95, aim=0.99)
         measure.ours = [] if rate.value is None else [rate.value]
-        every = self._sick("strict")
+        every = self._sick(in_mode("strict"))
         measure.note = f"{rate.words()}; of all that are sick, strict finds {every.words()}"
         return measure
 
@@ -158,7 +164,7 @@ class Bench:
             one
             for fault in FAULTS
             if fault != TEXT_IS_RIGHT
-            for one in self.tallies[fault].from_onset.get(mode, ())
+            for one in self.tallies[fault].from_onset.get(in_mode(mode), ())
         ]
         measure = Measure(name, "tokens", "value")
         if away:
