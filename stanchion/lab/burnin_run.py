@@ -9,7 +9,7 @@ import asyncio
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 from uuid import uuid4
 
 import msgspec
@@ -30,15 +30,19 @@ from stanchion.lab.burnin import (
     unstable,
 )
 from stanchion.lab.replay_body import COMPLETIONS, Bodies, Extra
-from stanchion.lab.replay_client import HttpClient
 from stanchion.lab.replay_plan import Pace, Stage, plan
-from stanchion.lab.replay_run import Limits, Replay, Unreachable
+from stanchion.lab.replay_run import Client, Limits, Replay, Unreachable
 from stanchion.lab.results import Result
 
 TOGETHER = 2  # looked at again at once
 SOLO_EVERY = 10  # greedy answers that nothing speaks against: one in so many is asked alone too
 TIMEOUT_S = 600.0
 Said = Callable[[str, int, int], None]  # what is done: a name, so many, of so many
+
+
+class Server(Client, Protocol):
+    async def get(self, path: str) -> Any:
+        """The JSON of a reply. Raise ConfigError where there is none."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class Found:
 
 
 class BurnIn:
-    def __init__(self, client: HttpClient, storm: Storm, text: str, said: Said) -> None:
+    def __init__(self, client: Server, storm: Storm, text: str, said: Said) -> None:
         self._client = client
         self._storm = storm
         self._text = text
