@@ -109,6 +109,12 @@ class Surrogates:
     why: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
 
+    def fresh(self) -> Surrogates:
+        """With the same key, and nothing of what was met before."""
+        words = self.words
+        empty = Words(words.key, words.tokenised, words.code, words.prose, words.identifiers)
+        return Surrogates(self.vocabulary, self.tokenised, empty, self.page_tokens)
+
     def content(self, one: Recorded) -> tuple[Content, Ids] | None:
         """Its content with other words, and the prompt's tokens; None if it cannot be had."""
         assert one.content is not None
