@@ -46,7 +46,7 @@ class Shield:
             "time": self._time,
             "public": lambda value: value,
             "name": self._name,
-            "hash": lambda value: self._hash(tenant, value),
+            "hash": _hashed(self.key.hasher(tenant)),
         }
 
     def _shielded(self, one: Some, rules: Mapping[Privacy, Rule]) -> Some:
@@ -79,10 +79,9 @@ class Shield:
             return self.key.number("seed", str(value).encode()) >> 1
         return self.key.name(value)
 
-    def _hash(self, tenant: str, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        if isinstance(value, str):
-            return self.key.hash(tenant, value)
-        return tuple(self.key.hash(tenant, one) for one in value)
+
+def _hashed(hasher: Callable[[str], str]) -> Rule:
+    return lambda value: hasher(value) if isinstance(value, str) else tuple(map(hasher, value))
 
 
 def _shape(value: Any) -> Any:

@@ -7,6 +7,7 @@ share no name and no hash; within one, what was equal stays equal.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -39,8 +40,10 @@ class Key:
         """ "" stays."""
         return self.draw("name", said.encode())[:SHOWN_BYTES].hex() if said else ""
 
-    def hash(self, tenant: str, said: str) -> str:
-        return self.draw("block", tenant.encode(), said.encode())[:SHOWN_BYTES].hex()
+    def hasher(self, tenant: str) -> Callable[[str], str]:
+        """Of a tenant's hashes: others have other ones."""
+        own = self.draw("block", tenant.encode())
+        return lambda said: blake2b(said.encode(), key=own, digest_size=SHOWN_BYTES).hexdigest()
 
     def digits(self, said: str) -> str:
         """Other digits in the same places; the first of several is none of 0."""

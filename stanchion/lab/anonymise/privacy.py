@@ -8,6 +8,7 @@ share theirs with nobody, which no hash hides.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,10 @@ from stanchion.core.recording import Recorded
 from stanchion.gateway.record.blocks import link, root
 
 Scheme = Callable[[bytes], bytes]
+BARE = root(b"", "", "")
+LEAST_DIGITS = 12  # of a hash: shorter ones are hit by chance
+HEX = re.compile("(?:[0-9a-f]{2})+")
+BATCH = 20_000
 # As full digests; an export may show any beginning of one.
 SCHEMES: dict[str, Scheme] = {
     "md5": lambda said: hashlib.md5(said, usedforsecurity=False).digest(),
@@ -24,7 +29,7 @@ SCHEMES: dict[str, Scheme] = {
     "sha256": lambda said: hashlib.sha256(said).digest(),
     "blake2b of 8 bytes": lambda said: hashlib.blake2b(said, digest_size=8).digest(),
     "blake2b": lambda said: hashlib.blake2b(said).digest(),
-    "our chain without a key": lambda said: link(root(b"", "", ""), said),
+    "our chain without a key": lambda said: link(BARE, said),
 }
 COMMON = (
     "You are a helpful assistant.", "You are Claude Code, Anthropic's official CLI for Claude.",
@@ -79,28 +84,26 @@ def dictionary(
     targets: set[str], guesses: Iterable[bytes], schemes: dict[str, Scheme] = SCHEMES
 ) -> Dictionary:
     """Hits are guesses whose hash, by any scheme, begins with a target."""
-    raw: dict[int, set[bytes]] = {}
     plain = {target.encode() for target in targets}
+    raw: dict[int, set[bytes]] = {}
     for target in targets:
-        try:
-            found = bytes.fromhex(target)
-        except ValueError:
-            continue
-        raw.setdefault(len(found), set()).add(found)
-    count, hits, by = 0, 0, dict[str, None]()
-    for guess in guesses:
-        count += 1
-        if guess in plain:
-            hits += 1
+        if len(target) >= LEAST_DIGITS and HEX.fullmatch(target):
+            raw.setdefault(len(target) // 2, set()).add(bytes.fromhex(target))
+    count, hit, by = 0, set[bytes](), dict[str, None]()
+    guesses = iter(guesses)
+    while some := list(islice(guesses, BATCH)):
+        count += len(some)
+        if found := plain.intersection(some):
+            hit |= found
             by["no hash at all"] = None
-            continue
         for name, scheme in schemes.items():
-            digest = scheme(guess)
-            if any(digest[:size] in known for size, known in raw.items()):
-                hits += 1
-                by[name] = None
-                break
-    return Dictionary(count, hits, tuple(by))
+            digests = [scheme(guess) for guess in some]
+            for size, known in raw.items():
+                cut = [digest[:size] for digest in digests]
+                if not known.isdisjoint(cut):
+                    hit.update(guess for guess, one in zip(some, cut, strict=True) if one in known)
+                    by[name] = None
+    return Dictionary(count, len(hit), tuple(by))
 
 
 # ---- linkage --------------------------------------------------------------------------------

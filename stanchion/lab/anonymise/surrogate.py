@@ -154,7 +154,7 @@ class Surrogates:
         ids = self.tokenised.ids(original)
         offset = self.tokenised.prefix if body.add_special_tokens else 0
         if len(ids) + offset != one.input_tokens:
-            raise NotPlaced("its tokens are not those of this model and template")
+            raise NotPlaced("other tokens than recorded")
         marks, renamed = _Marks(self.words, False), _Marks(self.words, True)
         before = chat_text(replaced(body, marks), self.vocabulary)
         after = chat_text(replaced(body, renamed), self.vocabulary)
@@ -218,7 +218,7 @@ class Surrogates:
         made = [self._prompt(one.tenant, prompt, offset) for prompt in prompts]
         shown, ids = made[0]
         if len(ids) + (offset if isinstance(prompts[0], str) else 0) != one.input_tokens:
-            raise NotPlaced("its tokens are not those of this model")
+            raise NotPlaced("other tokens than recorded")
         put = _Marks(self.words, True)
         kept = CompletionBody(
             prompt=shown if len(made) == 1 else [text for text, _ in made],

@@ -16,7 +16,7 @@ from stanchion.lab.anonymise.pool import Pool
 from stanchion.lab.anonymise.tokenised import Ids, Tokenised
 
 TWO_SPANS_FROM = 8  # tokens: from here on chance alone keeps texts apart
-PROBES = 512
+PROBES = 8192
 REMEMBERED = 500_000
 
 
