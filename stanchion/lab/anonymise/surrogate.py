@@ -10,11 +10,13 @@ more: what does not come out exactly is not exported with words.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from functools import cached_property
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import msgspec
@@ -29,7 +31,7 @@ from stanchion.gateway.tokens import Vocabulary
 from stanchion.lab.anonymise.body import plain, replaced, shared, typed
 from stanchion.lab.anonymise.key import Key
 from stanchion.lab.anonymise.tokenised import Ids, Tokenised, begins
-from stanchion.lab.anonymise.words import NotPlaced, Words
+from stanchion.lab.anonymise.words import Begins, NotPlaced, Words
 
 OPEN, SHUT = "\ue000", "\ue001"
 MARK = re.compile(f"{OPEN}([0-9]+){SHUT}".encode())
@@ -46,11 +48,12 @@ class _Marks:
     lines: list[bool] = field(default_factory=list)
 
     def text(self, said: str, lines: bool = True) -> str:
-        if not said:
+        before, core, after = edges(said)
+        if not core:
             return said
-        self.texts.append(said)
+        self.texts.append(core)
         self.lines.append(lines)
-        return f"{OPEN}{len(self.texts) - 1}{SHUT}"
+        return f"{before}{OPEN}{len(self.texts) - 1}{SHUT}{after}"
 
     def line(self, said: str) -> str:
         return self.text(said, lines=False)
@@ -73,7 +76,8 @@ class _Fill:
     surrogates: Iterator[str]
 
     def text(self, said: str) -> str:
-        return next(self.surrogates) if said else said
+        before, core, after = edges(said)
+        return f"{before}{next(self.surrogates)}{after}" if core else said
 
     line = text
 
@@ -85,6 +89,16 @@ class _Fill:
 
     def secret(self, said: str) -> str:
         return self.words.key.name(said)
+
+
+def edges(said: str) -> tuple[str, str, str]:
+    """The space before, what is said, the space behind. Space is layout: it stays, since it may
+    be one token with what the template puts beside it."""
+    core = said.strip()
+    if not core:
+        return said, "", ""
+    at = said.index(core)
+    return said[:at], core, said[at + len(core) :]
 
 
 def other_number(key: Key, said: int | float) -> int | float:
@@ -143,7 +157,8 @@ class Surrogates:
     def _output(self, one: Recorded, text: str) -> str:
         """Of as many tokens. No prompt holds it, so it is at no place."""
         ids = self.tokenised.ids(text)
-        return self._pages(one.tenant, ids, 0, len(ids), lines=True).decode()
+        said = _Said(ids, 0, 0, len(ids), len(ids))
+        return self._pages(one.tenant, said, 0, "bare", True).decode()
 
     # ---- chats ------------------------------------------------------------------------------
 
@@ -159,11 +174,12 @@ class Surrogates:
         before = chat_text(replaced(body, marks), self.vocabulary)
         after = chat_text(replaced(body, renamed), self.vocabulary)
         leaves = _located(original.encode(), before.encode(), marks)
-        skeleton = MARK.split(after.encode())
+        skeleton = [part.decode() for part in MARK.split(after.encode())]
         if [int(place) for place in skeleton[1::2]] != [leaf.text for leaf in leaves]:
             raise NotPlaced("the template shows other texts for other names")
-        made = self._fitted(one.tenant, ids, offset, leaves, skeleton[0::2], marks.texts)
-        filled = replaced(body, _Fill(self.words, iter(made)))
+        made = self._fitted(one.tenant, ids, offset, leaves, skeleton[0::2])
+        texts = [made.get(number, "x") for number in range(len(marks.texts))]
+        filled = replaced(body, _Fill(self.words, iter(texts)))
         again = self.tokenised.ids(chat_text(filled, self.vocabulary))
         if len(again) != len(ids):
             raise NotPlaced("its surrogate is of another length")
@@ -175,35 +191,58 @@ class Surrogates:
         ids: Ids,
         offset: int,
         leaves: Sequence[_Leaf],
-        skeleton: Sequence[bytes],
-        texts: Sequence[str],
-    ) -> list[str]:
-        """The surrogate of each text. One that the template shows twice is fitted where it is
+        skeleton: Sequence[str],
+    ) -> dict[int, str]:
+        """The surrogate of each text, by number. One that is shown twice is fitted where it is
         shown first."""
-        places = begins(self.tokenised.sizes(ids))
-        starts = [int(np.searchsorted(places, leaf.first)) for leaf in leaves] + [len(ids)]
-        kept = [len(self.tokenised.ids(part.decode())) for part in skeleton]
+        places = begins(self.tokenised.sizes(ids))[:-1]
+        spaced = [self._spaced(part) for part in skeleton[:-1]]
+        firsts = [leaf.first - space for leaf, space in zip(leaves, spaced, strict=True)]
+        starts = [int(np.searchsorted(places, first)) for first in firsts] + [len(ids)]
+        kept = [self._size(skeleton, place) for place in range(len(skeleton))]
         made: dict[int, str] = {}
         at = kept[0]
         for count, leaf in enumerate(leaves):
             rest = kept[count + 1]
             tokens = max(1, starts[count + 1] - rest - at)
             if leaf.text not in made:
-                raw = self._pages(tenant, ids[at : at + tokens], at + offset, tokens, leaf.lines)
-                made[leaf.text] = raw.decode()
-            at += len(self.tokenised.ids(made[leaf.text])) + rest
-        return [made.get(number, "x") for number in range(len(texts))]
+                # Tokens that hold some of the text and some of what is beside it count too.
+                over = int(np.searchsorted(places, leaf.first, "right")) - 1
+                until = int(np.searchsorted(places, leaf.last))
+                said = _Said(ids, min(at, over), at, at + tokens, max(at + tokens, until))
+                begin: Begins = "spaced" if spaced[count] else "bare"
+                made[leaf.text] = self._pages(tenant, said, offset, begin, leaf.lines).decode()
+            joined = " " * spaced[count] + made[leaf.text]
+            at += len(self.tokenised.ids(joined)) + rest
+        return made
 
-    def _pages(self, tenant: str, ids: Ids, at: int, tokens: int, lines: bool) -> bytes:
-        """A text of so many tokens from that place of the prompt on, cut where pages are."""
+    def _spaced(self, before: str) -> bool:
+        """Does a word behind it make one token with the space at its end?"""
+        return before.endswith(" ") and self._joins_space
+
+    @cached_property
+    def _joins_space(self) -> bool:
+        return len(self.tokenised.ids("b a")) == 2
+
+    def _size(self, skeleton: Sequence[str], place: int) -> int:
+        """The tokens of a part that stays, between words."""
+        left = "a" if place else ""
+        right = "a" if place < len(skeleton) - 1 else ""
+        return len(self.tokenised.ids(left + skeleton[place] + right)) - len(left) - len(right)
+
+    def _pages(self, tenant: str, said: _Said, offset: int, begin: Begins, lines: bool) -> bytes:
+        """A text in place of these tokens, cut where pages are."""
         parts: list[bytes] = []
-        done = 0
-        while done < tokens:
-            size = min(tokens - done, self.page_tokens - (at + done) % self.page_tokens)
-            first = not done
-            piece = ids[done : done + size]
-            parts.append(self.words.text(tenant, piece, size, first, lines))
-            done += size
+        at = said.first
+        while at < said.last:
+            end = min(said.last, at + self.page_tokens - (at + offset) % self.page_tokens)
+            first = said.over if at == said.first else at
+            last = said.until if end == said.last else end
+            piece = said.ids[first:last]
+            how: Begins = begin if at == said.first else "amid"
+            broken = lines and b"\n" in self.tokenised.text(piece)
+            parts.append(self.words.text(tenant, piece, end - at, how, broken))
+            at = end
         return b"".join(parts)
 
     # ---- completions ------------------------------------------------------------------------
@@ -239,16 +278,25 @@ class Surrogates:
         return ids.tolist(), ids
 
     def _text_prompt(self, tenant: str, prompt: str, offset: int) -> str:
-        """Special tokens stay; what is between them is text."""
-        parts, at = [], offset
-        for special, part in self.tokenised.stretches(prompt):
-            ids = self.tokenised.ids(part)
-            lines = not special and _is_code(part)
-            parts.append(
-                part if special else self._pages(tenant, ids, at, len(ids), lines).decode()
-            )
-            at += len(ids)
-        return "".join(parts)
+        """Special tokens, and space beside them, stay; what is between them is text. Space at the
+        prompt's end is text: it may be in the middle of another prompt's."""
+        skeleton, leaves, at = [""], list[_Leaf](), 0
+        stretches = self.tokenised.stretches(prompt)
+        for place, (special, part) in enumerate(stretches, start=1):
+            before, core, after = (part, "", "") if special else edges(part)
+            if core and place == len(stretches):
+                core, after = core + after, ""
+            skeleton[-1] += before
+            if core:
+                first = at + len(before.encode())
+                last = first + len(core.encode())
+                leaves.append(_Leaf(len(leaves), first, last, True))
+                skeleton.append(after)
+            at += len(part.encode())
+        ids = self.tokenised.ids(prompt)
+        made = self._fitted(tenant, ids, offset, leaves, skeleton)
+        texts = [made[number] for number in range(len(leaves))]
+        return "".join(part for pair in zip_longest(skeleton, texts, fillvalue="") for part in pair)
 
     def _id_prompt(self, tenant: str, ids: Ids) -> Ids:
         """As ids: each run between special tokens becomes as many tokens of other text."""
@@ -260,11 +308,23 @@ class Surrogates:
             if special[first]:
                 parts.append(run)
                 continue
-            made = self.tokenised.ids(self._pages(tenant, run, first, len(run), True).decode())
+            said = _Said(ids, first, first, last, last)
+            made = self.tokenised.ids(self._pages(tenant, said, 0, "bare", True).decode())
             if len(made) != len(run):
                 raise NotPlaced("its surrogate is of another length")
             parts.append(made)
         return np.concatenate(parts)
+
+
+@dataclass(frozen=True)
+class _Said:
+    """The tokens `first` to `last` of a prompt; those from `over` to `until` hold some of it."""
+
+    ids: Ids
+    over: int
+    first: int
+    last: int
+    until: int
 
 
 # ---- where texts lie ------------------------------------------------------------------------
@@ -272,10 +332,11 @@ class Surrogates:
 
 @dataclass(frozen=True)
 class _Leaf:
-    """`text`: its number. `first`: its first byte. `lines`: its surrogate may have some."""
+    """`text`: its number. `first`, `last`: its bytes. `lines`: its surrogate may have some."""
 
     text: int
     first: int
+    last: int
     lines: bool
 
 
@@ -289,7 +350,8 @@ def _located(original: bytes, marked: bytes, marks: _Marks) -> list[_Leaf]:
         number, then = int(parts[place]), parts[place + 1]
         said = marks.texts[number]
         shown = _shown(original, at, said, then, last=place + 2 >= len(parts))
-        leaves.append(_Leaf(number, at, marks.lines[number] and _is_code(said)))
+        lines = marks.lines[number]
+        leaves.append(_Leaf(number, at, at + len(shown), lines))
         at += len(shown) + len(then)
     if at != len(original):
         raise NotPlaced("the template shows other words for other texts")
@@ -297,26 +359,15 @@ def _located(original: bytes, marked: bytes, marks: _Marks) -> list[_Leaf]:
 
 
 def _shown(original: bytes, at: int, said: str, then: bytes, last: bool) -> bytes:
-    """How the template shows a text: as it is, stripped, or as JSON."""
-    for form in _forms(said):
+    """How the template shows a text: as it is, or as JSON with or without letters of others."""
+    escaped = msgspec.json.encode(said).decode()[1:-1]
+    for form in (said, escaped, json.dumps(said)[1:-1], json.dumps(said, ensure_ascii=False)[1:-1]):
         raw = form.encode()
         end = at + len(raw)
         follows = original.startswith(raw, at) and original.startswith(then, end)
         if follows and (not last or end + len(then) == len(original)):
             return raw
     raise NotPlaced("the template shows a text in a way that is not known")
-
-
-def _forms(said: str) -> Iterator[str]:
-    yield said
-    yield from (said.strip(), said.rstrip(), said.lstrip(), said.strip("\n"))
-    yield msgspec.json.encode(said).decode()[1:-1]
-    yield said.encode("unicode_escape").decode()
-
-
-def _is_code(said: str) -> bool:
-    """Several lines, or the signs of a program: its surrogate may then have lines too."""
-    return said.count("\n") > 1 or bool(re.search(r"[{};]|def |=\s", said))
 
 
 def _dumped(body: ChatBody) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from stanchion.lab.anonymise.key import Key
 from stanchion.lab.anonymise.pool import Pool
@@ -18,6 +19,10 @@ from stanchion.lab.anonymise.tokenised import Ids, Tokenised
 TWO_SPANS_FROM = 8  # tokens: from here on chance alone keeps texts apart
 PROBES = 8192
 REMEMBERED = 500_000
+# How a surrogate begins: amid others, with a space; as the first, bare; or behind a space that is
+# there already, and is one token with the word that follows.
+Begins = Literal["amid", "bare", "spaced"]
+BEGINS: tuple[Begins, ...] = ("amid", "bare", "spaced")
 
 
 class NotPlaced(Exception):
@@ -35,52 +40,56 @@ class Words:
     identifiers: dict[int, list[str]]
     shared: int = 0
     _known: OrderedDict[tuple[bytes, int], bytes] = field(default_factory=OrderedDict)
-    _taken: dict[tuple[str, int, bool, bytes], bytes] = field(default_factory=dict)
+    _taken: dict[tuple[str, int, Begins, bytes], bytes] = field(default_factory=dict)
     _names: dict[str, str] = field(default_factory=dict)
     _used_names: set[str] = field(default_factory=set)
 
-    def text(self, tenant: str, ids: Ids, tokens: int, first: bool, lines: bool) -> bytes:
-        """The surrogate of these tokens, so many tokens long. `first`: nothing of its leaf is
-        before it, so it begins without a space. `lines`: it may break them."""
+    def text(self, tenant: str, ids: Ids, tokens: int, begins: Begins, lines: bool) -> bytes:
+        """The surrogate of these tokens, so many tokens long. `lines`: it may break them."""
         pool = self.code if lines else self.prose
         content = self.key.draw("text", tenant.encode(), ids.tobytes())
-        place = (content, tokens * 4 + first * 2 + lines)
+        place = (content, (tokens * 3 + BEGINS.index(begins)) * 2 + lines)
         if (known := self._known.get(place)) is not None:
             self._known.move_to_end(place)
             return known
         made = (
-            self._long(pool, content, tokens, first)
+            self._long(pool, content, tokens, begins)
             if tokens >= TWO_SPANS_FROM
-            else self._short(pool, tenant, content, tokens, first)
+            else self._short(pool, tenant, content, tokens, begins)
         )
         self._known[place] = made
         if len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
         return made
 
-    def _long(self, pool: Pool, content: bytes, tokens: int, first: bool) -> bytes:
+    def _long(self, pool: Pool, content: bytes, tokens: int, begins: Begins) -> bytes:
         half = tokens // 2
-        one = self._drawn(pool, content + b"1", half, first, lambda said: True)
-        return one + self._drawn(pool, content + b"2", tokens - half, False, lambda said: True)
+        one = self._drawn(pool, content + b"1", half, begins, lambda said: True)
+        return one + self._drawn(pool, content + b"2", tokens - half, "amid", lambda said: True)
 
-    def _short(self, pool: Pool, tenant: str, content: bytes, tokens: int, first: bool) -> bytes:
+    def _short(self, pool: Pool, tenant: str, content: bytes, tokens: int, begins: Begins) -> bytes:
         def free(said: bytes) -> bool:
-            return self._taken.setdefault((tenant, tokens, first, said), content) == content
+            return self._taken.setdefault((tenant, tokens, begins, said), content) == content
 
-        return self._drawn(pool, content, tokens, first, free)
+        return self._drawn(pool, content, tokens, begins, free)
 
     def _drawn(
-        self, pool: Pool, content: bytes, tokens: int, first: bool, free: Callable[[bytes], bool]
+        self,
+        pool: Pool,
+        content: bytes,
+        tokens: int,
+        begins: Begins,
+        free: Callable[[bytes], bool],
     ) -> bytes:
         """The first span from a drawn place on that has so many tokens and is free."""
         count, start = len(pool.cuts), self.key.number("span", content)
         fits = b""
         for probe in range(PROBES if tokens else 0):
             cut = (start + probe) % count
-            span = pool.span(cut, tokens, first)
+            span = pool.span(cut, tokens, begins == "bare")
             if span is None:
                 continue
-            fits = span
+            fits = span if begins == "amid" else span.removeprefix(b" ")
             if free(fits):
                 return fits
         if not fits and tokens == 1 and pool.letters:
@@ -92,8 +101,8 @@ class Words:
         half = tokens // 2
         if not half:
             raise NotPlaced("there is no word of one token")
-        begin = self._drawn(pool, content + b"a", half, first, free)
-        return begin + self._drawn(pool, content + b"b", tokens - half, False, free)
+        begin = self._drawn(pool, content + b"a", half, begins, free)
+        return begin + self._drawn(pool, content + b"b", tokens - half, "amid", free)
 
     def name(self, said: str) -> str:
         """An identifier for an identifier, of as many tokens where there are enough of them."""
