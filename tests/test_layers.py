@@ -84,6 +84,7 @@ MAY_TOUCH: dict[str, set[str]] = {
     "cli/burnin.py": {"asyncio"},
     "cli/chat.py": {"http", "time", "urllib"},
     "cli/drive.py": {"asyncio", "tempfile", "time"},
+    "cli/lab.py": {"secrets"},
     "cli/main.py": {"os"},
     "cli/rank.py": {
         "multiprocessing",

@@ -18,7 +18,8 @@ so what has none cannot leave (and fails a test):
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from msgspec import Struct, structs
@@ -172,7 +173,8 @@ _OTHERS: dict[type[Struct], dict[str, Privacy]] = {
 }
 
 
-def classes(kind: type[Struct]) -> dict[str, Privacy]:
+@cache
+def classes(kind: type[Struct]) -> Mapping[str, Privacy]:
     """The privacy class of each field of `kind`; a field that has none is missing here."""
     if kind in _OTHERS:
         return _OTHERS[kind]

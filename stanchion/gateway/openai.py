@@ -193,7 +193,8 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[Any]:
     return prompt
 
 
-def _chat_tokens(body: ChatBody, vocabulary: Vocabulary, limits: Limits) -> list[int]:
+def chat_text(body: ChatBody, vocabulary: Vocabulary) -> str:
+    """The prompt that a chat becomes. Raise RequestRejected."""
     settings: dict[str, Any] = dict(body.chat_template_kwargs or {})
     if taken := sorted(RESERVED & settings.keys()):
         raise RequestRejected("chat_template_kwargs", f"{taken[0]} is not yours to set")
@@ -201,7 +202,11 @@ def _chat_tokens(body: ChatBody, vocabulary: Vocabulary, limits: Limits) -> list
         settings["reasoning_effort"] = body.reasoning_effort
     settings["add_generation_prompt"] = body.add_generation_prompt is not False
     settings["tools"] = templated_tools(shown_tools(body)) or None
-    text = vocabulary.render(templated(body.messages), **settings)
+    return vocabulary.render(templated(body.messages), **settings)
+
+
+def _chat_tokens(body: ChatBody, vocabulary: Vocabulary, limits: Limits) -> list[int]:
+    text = chat_text(body, vocabulary)
     return _encode(text, "messages", bool(body.add_special_tokens), vocabulary, limits)
 
 

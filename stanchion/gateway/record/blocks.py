@@ -68,3 +68,11 @@ def pseudonym(key: bytes, name: str) -> str:
     if not name:
         return ""
     return blake2b(name.encode(), key=key, digest_size=8, person=b"name").hexdigest()
+
+
+def digest(*parts: bytes) -> str:
+    """Of a vocabulary or a template, so that whoever replays knows whether theirs is the same."""
+    mixed = blake2b(digest_size=16, person=b"vocabulary")
+    for part in parts:
+        mixed.update(len(part).to_bytes(8, "little") + part)
+    return mixed.hexdigest()

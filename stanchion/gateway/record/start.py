@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from hashlib import blake2b
 from pathlib import Path
 
 from stanchion.core.recording import Header
 from stanchion.gateway.fleet import Fleet
 from stanchion.gateway.openai import Ask
+from stanchion.gateway.record.blocks import digest
 from stanchion.gateway.record.course import APIS, Arrived
 from stanchion.gateway.record.recorder import Recorder
 from stanchion.gateway.record.segments import Marks
@@ -46,14 +46,6 @@ def recorder(settings: GatewaySettings, vocabulary: Vocabulary, fleet: Fleet) ->
         Marks.of(vocabulary.pieces, vocabulary.special),
         header,
     )
-
-
-def digest(*parts: bytes) -> str:
-    """Of a vocabulary or a template, so that whoever replays knows whether theirs is the same."""
-    mixed = blake2b(digest_size=16, person=b"vocabulary")
-    for part in parts:
-        mixed.update(len(part).to_bytes(8, "little") + part)
-    return mixed.hexdigest()
 
 
 def told(call: Call, ask: Ask, tenant: str) -> Arrived:
