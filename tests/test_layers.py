@@ -70,9 +70,14 @@ MAY_TOUCH: dict[str, set[str]] = {
     "gateway/members.py": {"asyncio", "zmq"},
     "gateway/protocol.py": {"uvicorn"},
     "gateway/serve.py": {"asyncio", "signal", "socket", "uvicorn", "uvloop"},
+    "gateway/upstream/client.py": {"aiohttp"},
+    "gateway/upstream/link.py": {"asyncio"},
+    "gateway/upstream/place.py": {"urllib"},  # an address is taken apart; nothing is opened
+    "gateway/upstream/watch.py": {"asyncio"},
     "gateway/web.py": {"asyncio"},
     "cli/chat.py": {"http", "time", "urllib"},
     "cli/drive.py": {"asyncio", "tempfile", "time"},
+    "cli/front.py": {"tempfile"},
     "cli/main.py": {"os"},
     "cli/rank.py": {
         "multiprocessing",
@@ -216,7 +221,7 @@ def test_everything_fits_on_a_screen() -> None:
 def test_the_gateway_and_the_simulator_run_without_torch() -> None:
     blocked = "import sys; sys.modules['torch'] = sys.modules['numba'] = None\n"
     imported = "import stanchion.gateway.serve, stanchion.sim.choices, stanchion.cli.main\n"
-    imported += "import stanchion.cli.serve, stanchion.cli.chat\n"
+    imported += "import stanchion.cli.serve, stanchion.cli.chat, stanchion.cli.front\n"
     imported += "import stanchion.engine.scheduler, stanchion.engine.loop\n"
     imported += "import stanchion.disagg.handoff, stanchion.disagg.prefill\n"
     imported += "import stanchion.disagg.decode, stanchion.sim.hunt\n"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, assert_never
 
 from stanchion.core.errors import Overloaded, PeerLost
-from stanchion.core.messages import Hello, PromptScores, Spec, Start
+from stanchion.core.messages import Counted, Hello, PromptScores, Spec, Start
 from stanchion.core.outcome import Completed, Leaver
 from stanchion.core.request import Sampling
 from stanchion.gateway.choice import Style
@@ -71,6 +71,7 @@ class Answer:
         self._cached_tokens = 0
         self._spec: Spec | None = None
         self._draft_record: DraftRecord | None = None
+        self._counted: Counted | None = None
         self._told = False
         self._blamed = False  # the drafts, by this answer: one answer counts once
 
@@ -116,6 +117,7 @@ class Answer:
         self._spec = mail.spec or self._spec
         self._scores = joined(self._scores, mail.scores)
         self._draft_record = mail.draft_record
+        self._counted = mail.counted
 
     def _undrafted(self) -> bool:
         return bool(self.lives) and self.lives[0] in self._books.draft_faults
@@ -143,6 +145,7 @@ class Answer:
             self._scores if ended is not None else None,
             ended,
             self._draft_record,
+            self._counted,
             came,
         )
 
