@@ -138,6 +138,8 @@ class UpstreamLink:
         self.tick()
 
     def lose(self, why: str) -> None:
+        if self.lost:
+            return
         self.close()
         self.ledger.lose(why)
         self._ears.lost()

@@ -104,11 +104,11 @@ class Upstreams:
         hello = self._hello(place, found, load, incarnation)
         side = Side((hello.name, incarnation), server, place.host, found.bootstrap_port)
         link = UpstreamLink(hello, wire, side, self._sides, tasks)
+        link.looked(load)
         if wrong := fleet.seat(hello, link.attach):
             self._refuse(place, fleet, "; ".join(wrong))
             return None
         self._seated.add(place.name)
-        link.looked(load)
         journal.write(journal.Line(event="upstream", worker=place.name, outcome="found"))
         return link
 
