@@ -150,8 +150,8 @@ class Foreign:
             raw = whole if isinstance(whole, bytes) else json.dumps(whole).encode()
             return web.Response(body=raw, content_type="application/json")
         reply = web.StreamResponse(headers={"content-type": "text/event-stream"})
-        await reply.prepare(request)
         try:
+            await reply.prepare(request)
             for event in events:
                 if event is CUT:
                     assert request.transport is not None

@@ -23,7 +23,7 @@ from stanchion.gateway.upstream.wire import Kind
 
 from .conftest import Gateway, events
 from .foreign import CUT, TEXT, USAGE, Events, Foreign, Refusal, text_events, until
-from .liar import TOKENS
+from .liar import TOKENS, cold
 from .test_integrity import BAD, BODY, streamed, whole
 from .test_metrics import values
 from .worker import EOS
@@ -131,8 +131,6 @@ def test_ids_scores_and_usage_are_the_servers(
 
 
 def _logged(at: int) -> float:
-    from .liar import cold
-
     return cold(TOKENS[at], 1 + at)
 
 
@@ -158,8 +156,6 @@ def test_a_request_is_said_in_the_servers_words(of_kind: OfKind, kind: Kind) -> 
 
 @pytest.mark.parametrize("kind", IDS)
 def test_scores_of_the_prompt(of_kind: OfKind, kind: Kind) -> None:
-    from .liar import cold
-
     gateway, server = of_kind(kind)
     reply = whole(gateway.client, prompt="xyz", prompt_logprobs=0, max_tokens=4).json()
     said = reply["choices"][0]["prompt_logprobs"]
@@ -299,8 +295,9 @@ def _score_count(first: dict[str, Any], kind: str) -> None:
         first["meta_info"]["output_token_logprobs"].pop()
 
 
-def _forever(said: Events, body: dict[str, Any]) -> Events:
-    return [*said[:-1] * 1000, said[-1]]
+def _of_ids(lie: str) -> bool:
+    """Servers of text say neither."""
+    return "ids" in lie or "score" in lie
 
 
 LIES: dict[str, tuple[Callable[[Events, dict[str, Any]], Events], str]] = {
@@ -324,12 +321,12 @@ LIES: dict[str, tuple[Callable[[Events, dict[str, Any]], Events], str]] = {
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("lie", LIES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "lie"),
+    [(kind, lie) for kind in KINDS for lie in LIES if kind != "openai" or not _of_ids(lie)],
+)
 def test_a_lying_server_ends_typed(of_kind: OfKind, kind: Kind, lie: str, stream: bool) -> None:
     edit, code = LIES[lie]
-    if kind == "openai" and ("ids" in lie or "score" in lie):
-        pytest.skip("it says neither")
     gateway, server = of_kind(kind)
     server.edit = edit
     if stream:
@@ -693,7 +690,9 @@ def test_an_sglang_pair_meets_in_a_room(tmp_path: Path) -> None:
         decode.edit = lambda said, body: [gate, *said]
         reply = whole(gateway.client)
         assert reply.json()["error"]["code"] == "worker_lost"
-        assert decode.wait_for(lambda: decode.left == 2), "the other side is left"
+        # It may have been left before it heard of it.
+        left = decode.wait_for(lambda: decode.left == len(decode.bodies("/generate")) - 2)
+        assert left, "the other side is left"
         gate.set()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import get_args
 from urllib.parse import urlsplit
@@ -11,6 +12,7 @@ from stanchion.core.messages import Role
 from stanchion.core.request import NAME_CHARACTERS_MAX
 from stanchion.gateway.upstream.wire import Kind
 
+_HOST = re.compile(r"[A-Za-z0-9._:-]+")
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
@@ -39,7 +41,8 @@ def place(said: str, role: Role) -> Place:
     url = words.removeprefix(f"{kind}:") if kind else words
     try:
         parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        named = _HOST.fullmatch(parts.hostname or "")
+        usable = parts.scheme in ("http", "https") and named and parts.port != 0
         extra = parts.query or parts.fragment or parts.username or parts.password
     except ValueError:
         usable, extra = False, ""

@@ -97,7 +97,8 @@ class Text:
 
     def reader(self, start: Start) -> Reading:
         said = passage.prompt(start)
-        return Reading(start, {} if isinstance(said, str) else passage.tool_types(said))
+        given = None if isinstance(said, str) or not said.tools else passage.tool_types(said)
+        return Reading(start, given)
 
     def score(self, start: Start) -> Asked:
         raise Wrong(NO_SCORES)
@@ -149,7 +150,7 @@ class _Open:
 @dataclass
 class Reading:
     start: Start
-    tools: dict[str, dict[str, Types]]
+    tools: dict[str, dict[str, Types]] | None
     _outcome: Outcome = field(default_factory=lambda: finished(None))
     _usage: _Usage | None = None
     _calls: dict[int, _Open] = field(default_factory=dict)
@@ -203,9 +204,12 @@ class Reading:
         """The calls, in their order. Only the last one may have been cut off, by the length."""
         length = ended and self._outcome == Completed("length")
         calls, self._calls = [self._calls[index] for index in sorted(self._calls)], {}
+        if calls and self.tools is None:
+            raise Wrong(OutputSuspect("the server calls a tool, and was given none"))
         said: list[str] = []
         for place, call in enumerate(calls):
-            text = passage.call_markup(call.name, "".join(call.arguments), self.tools)
+            arguments = "".join(call.arguments)
+            text = passage.call_markup(call.name, arguments, self.tools or {})
             if text is None and length and place == len(calls) - 1:
                 text = passage.cut_markup(call.name)
             if text is None:

@@ -31,6 +31,7 @@ from stanchion.gateway.upstream.wire import (
     decoded,
     fault,
     finished,
+    number,
     salt,
     score_of,
 )
@@ -190,8 +191,8 @@ class Vllm:
     def load(self, text: str) -> Load:
         found = Samples.of(text, _NAMES)
         facts = found.labels.get("vllm:cache_config_info", {})
-        pages, page_tokens = facts.get("num_gpu_blocks", ""), facts.get("block_size", "")
-        known = pages.isdecimal() and page_tokens.isdecimal() and int(page_tokens) > 0
+        pages = number(facts.get("num_gpu_blocks", "")) or 0
+        page_tokens = number(facts.get("block_size", "")) or 0
         return Load(
             running=found.count("vllm:num_requests_running"),
             waiting=found.count("vllm:num_requests_waiting"),
@@ -201,8 +202,8 @@ class Vllm:
             verify_steps=found.count("vllm:spec_decode_num_drafts_total"),
             proposed=found.count("vllm:spec_decode_num_draft_tokens_total"),
             accepted=found.count("vllm:spec_decode_num_accepted_tokens_total"),
-            pages=int(pages) if known else 0,
-            page_tokens=int(page_tokens) if known else 1,
+            pages=pages if page_tokens else 0,
+            page_tokens=page_tokens or 1,
             used=min(1.0, max(0.0, found.sums.get("vllm:kv_cache_usage_perc", 0.0))),
         )
 
@@ -292,14 +293,14 @@ def prompt_scores(start: Start, said: list[dict[str, _Score] | None] | None) -> 
         if one is None or str(token) not in one:
             raise Wrong(PeerLost("the server scored another prompt"))
         logprobs.append(score_of(one[str(token)].logprob))
-        scores = [(int(key), score_of(of.logprob)) for key, of in one.items() if key.isdecimal()]
-        top.append(best(scores, wanted))
+        scores = [(number(key), score_of(of.logprob)) for key, of in one.items()]
+        top.append(best([(key, of) for key, of in scores if key is not None], wanted))
     return PromptScores(request=start.request, logprobs=logprobs, top=top)
 
 
 def _named(scores: dict[str, float | None]) -> list[tuple[int, float]]:
-    ids = [(name.removeprefix(TOKEN_ID), score) for name, score in scores.items()]
-    return [(int(token), score_of(score)) for token, score in ids if token.isdecimal()]
+    ids = [(number(name.removeprefix(TOKEN_ID)), one) for name, one in scores.items()]
+    return [(token, score_of(one)) for token, one in ids if token is not None]
 
 
 def _spec(said: _Speculation) -> Spec | None:

@@ -35,6 +35,7 @@ RETRY_AFTER_S = 1.0
 RETRY_AFTER_MAX_S = 3600.0
 LINE_BYTES = 2**20  # of one event, besides what grows with prompt and answer
 PROMPT_TOKEN_BYTES = 16  # servers repeat the prompt's ids
+DIGITS_MAX = 15
 TOKEN_BYTES = 160  # an id, a score and its words, as JSON
 EVERYBODY = ("", "default")  # the tenants of a gateway without keys
 
@@ -148,8 +149,16 @@ class Seen:
 
 
 def score_of(value: float | None) -> float:
-    """JSON has no NaN: a score that is none comes as null."""
-    return nan if value is None else value
+    """JSON has no NaN: a score that is none comes as null. Raise Wrong."""
+    try:
+        return nan if value is None else float(value)
+    except OverflowError:
+        raise Wrong(PeerLost("the server said a score that is none")) from None
+
+
+def number(text: str) -> int | None:
+    """A count that is written out. None if it is none, or beyond all that is counted."""
+    return int(text) if text.isdecimal() and len(text) <= DIGITS_MAX else None
 
 
 def best(scores: Iterable[tuple[int, float]], count: int) -> list[TopToken]:
@@ -203,10 +212,8 @@ def refusal(status: int, retry_after: str | None, body: bytes) -> Outcome:
 
 def fault(code: int | str | None, words: str | None) -> Outcome:
     """The same of an error amid a stream."""
-    said = str(code)
-    number = int(said) if said.isdecimal() else 500
     body = msgspec.json.encode({"message": words or ""})
-    return refusal(number, None, body)
+    return refusal(number(str(code)[: DIGITS_MAX + 1]) or 500, None, body)
 
 
 def _words(body: bytes) -> tuple[str, str]:
