@@ -24,7 +24,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ MODULES = (
 PROMPT_CHARACTERS = 900
 ANSWER_TOKENS = 48
 CONTEXT = 2048
-READY_S, ANSWER_S = 300.0, 300.0
+READY_S, ANSWER_S, LEFT_S = 300.0, 300.0, 60.0
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
 COUNTED = ("witness_verdicts", "quality_retries", "request_retries", "output_anomalies")
@@ -193,13 +193,18 @@ def left(client: httpx.Client, url: str) -> float:
     }  # fmt: skip
     with client.stream("POST", "/v1/completions", json=body) as reply:
         next(reply.iter_text())
-        if not running(url):
-            raise SystemExit("nothing runs that could be left")
+        until(lambda: running(url) > 0, "nothing runs that could be left")
     began = time.monotonic()
-    while running(url):
-        if time.monotonic() - began > 60:
-            raise SystemExit("the server goes on for a client that left")
+    until(lambda: running(url) == 0, "the server goes on for a client that left")
     return round(time.monotonic() - began, 3)
+
+
+def until(met: Callable[[], bool], else_: str) -> None:
+    deadline = time.monotonic() + LEFT_S
+    while not met():
+        if time.monotonic() > deadline:
+            raise SystemExit(else_)
+        time.sleep(0.02)
 
 
 def gaps(one: str, other: str, texts: Sequence[str]) -> dict[str, float]:
