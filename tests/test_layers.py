@@ -75,6 +75,10 @@ MAY_TOUCH: dict[str, set[str]] = {
     "gateway/record/files.py": {"os"},
     "gateway/record/recorder.py": {"secrets", "threading", "time"},
     "gateway/serve.py": {"asyncio", "signal", "socket", "uvicorn", "uvloop"},
+    "gateway/upstream/client.py": {"aiohttp"},
+    "gateway/upstream/link.py": {"asyncio"},
+    "gateway/upstream/place.py": {"urllib"},  # an address is taken apart; nothing is opened
+    "gateway/upstream/watch.py": {"asyncio"},
     "gateway/web.py": {"asyncio"},
     "lab/burnin.py": {"random"},
     "lab/burnin_run.py": {"asyncio", "uuid"},
@@ -85,6 +89,7 @@ MAY_TOUCH: dict[str, set[str]] = {
     "cli/chat.py": {"http", "time", "urllib"},
     "cli/drive.py": {"asyncio", "tempfile", "time"},
     "cli/lab.py": {"secrets"},
+    "cli/front.py": {"tempfile"},
     "cli/main.py": {"os"},
     "cli/rank.py": {
         "multiprocessing",
@@ -231,7 +236,7 @@ def test_everything_fits_on_a_screen() -> None:
 def test_the_gateway_and_the_simulator_run_without_torch() -> None:
     blocked = "import sys; sys.modules['torch'] = sys.modules['numba'] = None\n"
     imported = "import stanchion.gateway.serve, stanchion.sim.choices, stanchion.cli.main\n"
-    imported += "import stanchion.cli.serve, stanchion.cli.chat\n"
+    imported += "import stanchion.cli.serve, stanchion.cli.chat, stanchion.cli.front\n"
     imported += "import stanchion.engine.scheduler, stanchion.engine.loop\n"
     imported += "import stanchion.disagg.handoff, stanchion.disagg.prefill\n"
     imported += "import stanchion.disagg.decode, stanchion.sim.hunt\n"

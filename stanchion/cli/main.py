@@ -37,6 +37,18 @@ Run one worker for a gateway that was started elsewhere, with `stanchion serve -
 All workers of a cluster must agree on the model and on how its KV is laid out; one that does not
 is refused, and told what differs. `--listen` is this machine's address, as the others reach it.
 """
+GATEWAY = """\
+Put the gateway, its monitor and its witnesses in front of servers that run already.
+
+  stanchion gateway --upstream http://10.0.0.1:8000 --upstream http://10.0.0.2:8000 \\
+      --tokenizer /models/GLM-5        vLLM or SGLang, found out by asking; ids go both ways
+  stanchion gateway --upstream-prefill http://10.0.0.1:8000 \\
+      --upstream-decode http://10.0.0.2:8000 --tokenizer /models/GLM-5
+  stanchion gateway --upstream https://api.example.com      any server with OpenAI's API: text
+
+vllm:, sglang: or openai: before an address says what it is. What a server does not give the
+monitor is in /metrics (stanchion:monitor_signals) and in docs/UPSTREAMS.md.
+"""
 VERIFY = """\
 Run the hash model over the topology that you would serve with, under a storm of requests, aborts
 and deadlines, and compare every answer with the same request alone. Memtest for the KV path.
@@ -72,6 +84,21 @@ VERIFY_FLAGS: Flags = {
     "decode": "cluster.decode",
     "both": "cluster.both",
     **WORKER_FLAGS,
+}
+UPSTREAM_FLAGS = {  # may be repeated: setting, and what it is
+    "upstream": ("upstream.urls", "a server that does both; may be repeated"),
+    "upstream-prefill": ("upstream.prefill", "one that computes prompts for pairs"),
+    "upstream-decode": ("upstream.decode", "one that answers, in pairs"),
+}
+GATEWAY_FLAGS: Flags = {
+    "host": "gateway.host",
+    "port": "gateway.port",
+    "served-model-name": "gateway.served_model_name",
+    "tool-call-parser": "gateway.tool_call_parser",
+    "reasoning-parser": "gateway.reasoning_parser",
+    "integrity": "gateway.integrity",
+    "tokenizer": "upstream.tokenizer",
+    "upstream-model": "upstream.model",
 }
 SERVE_FLAGS: Flags = {
     "host": "gateway.host",
@@ -112,6 +139,13 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _serve(serve)
+    gateway = commands.add_parser(
+        "gateway",
+        help="the gateway alone, in front of vLLM, SGLang or others",
+        description=GATEWAY,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _gateway(gateway)
     worker = commands.add_parser(
         "worker",
         help="run one worker for a gateway elsewhere",
@@ -137,6 +171,11 @@ def parser() -> argparse.ArgumentParser:
 
 def _serve(command: argparse.ArgumentParser) -> None:
     _model(command, SERVE_FLAGS)
+    _keys(command)
+    command.set_defaults(run=_run_serve)
+
+
+def _keys(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--api-key",
         action="append",
@@ -152,7 +191,6 @@ def _serve(command: argparse.ArgumentParser) -> None:
         help="opens /admin, which nothing does otherwise; may be repeated (also "
         "STANCHION_ADMIN_KEY)",
     )
-    command.set_defaults(run=_run_serve)
 
 
 def _model(
@@ -162,6 +200,15 @@ def _model(
 ) -> None:
     """What gateway and workers are told alike."""
     command.add_argument("model", nargs="?", help=model)
+    _flags(command, flags)
+    command.add_argument(
+        "--peer-key",
+        metavar="SECRET",
+        help="what the cluster's processes share; better: STANCHION_PEER_KEY",
+    )
+
+
+def _flags(command: argparse.ArgumentParser, flags: Flags) -> None:
     settings = {name: (default, text) for name, default, text in describe(Config())}
     for flag, name in flags.items():
         default, text = settings[name]
@@ -174,16 +221,11 @@ def _model(
     command.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="any setting"
     )
-    command.add_argument(
-        "--peer-key",
-        metavar="SECRET",
-        help="what the cluster's processes share; better: STANCHION_PEER_KEY",
-    )
 
 
 def _config(arguments: argparse.Namespace, flags: Flags) -> Config:
     sets = []
-    if arguments.model is not None:
+    if getattr(arguments, "model", None) is not None:
         sets.append(f"model.path={arguments.model}")
     for flag, name in flags.items():
         value = getattr(arguments, flag.replace("-", "_"))
@@ -199,10 +241,40 @@ def _peer_key(arguments: argparse.Namespace) -> str:
 def _run_serve(arguments: argparse.Namespace) -> int:
     from stanchion.cli.serve import serve
 
+    keys, admin = _given_keys(arguments)
+    config = _config(arguments, SERVE_FLAGS)
+    return serve(config, keys, _peer_key(arguments), admin)
+
+
+def _given_keys(arguments: argparse.Namespace) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Of clients, and of who may use /admin."""
     keys = arguments.api_key or list(filter(None, [os.environ.get("STANCHION_API_KEY")]))
     admin = arguments.admin_key or list(filter(None, [os.environ.get("STANCHION_ADMIN_KEY")]))
-    config = _config(arguments, SERVE_FLAGS)
-    return serve(config, tuple(keys), _peer_key(arguments), tuple(admin))
+    return tuple(keys), tuple(admin)
+
+
+def _gateway(command: argparse.ArgumentParser) -> None:
+    for flag, (_, words) in UPSTREAM_FLAGS.items():
+        command.add_argument(f"--{flag}", action="append", metavar="URL", help=words)
+    _flags(command, GATEWAY_FLAGS)
+    _keys(command)
+    command.add_argument(
+        "--upstream-api-key",
+        metavar="SECRET",
+        help="sent to the servers as a bearer token; better: STANCHION_UPSTREAM_API_KEY",
+    )
+    command.set_defaults(run=_run_gateway)
+
+
+def _run_gateway(arguments: argparse.Namespace) -> int:
+    from stanchion.cli.front import front
+
+    for flag, (setting, _) in UPSTREAM_FLAGS.items():
+        if urls := getattr(arguments, flag.replace("-", "_")):
+            arguments.set.append(f"{setting}={','.join(urls)}")
+    keys, admin = _given_keys(arguments)
+    key = arguments.upstream_api_key or os.environ.get("STANCHION_UPSTREAM_API_KEY", "")
+    return front(_config(arguments, GATEWAY_FLAGS), keys, key, admin)
 
 
 def _worker(command: argparse.ArgumentParser) -> None:

@@ -34,6 +34,8 @@ Keys = tuple[str, ...]
 def serve(config: Config, api_keys: Keys, peer_key: str = "", admin_keys: Keys = ()) -> int:
     """Return the exit code: 0 when drained, 1 when the workers failed or the drain was cut."""
     check(config)
+    if config.upstream.urls or config.upstream.prefill or config.upstream.decode:
+        raise ConfigError("upstream.*: servers behind the gateway are for `stanchion gateway`")
     settings = replace(gateway_settings(config, api_keys, peer_key), admin_keys=admin_keys)
     settings.check()
     vocabulary = read_vocabulary(config)

@@ -92,6 +92,22 @@ class Gateway:
 
 
 @dataclass(frozen=True)
+class Upstream:
+    urls: Annotated[
+        str, "servers behind `stanchion gateway`, comma separated; vllm:, sglang: or openai: before"
+    ] = ""
+    prefill: Annotated[str, "those that compute prompts for others (pairs), comma separated"] = ""
+    decode: Annotated[str, "those that answer with the KV of others, comma separated"] = ""
+    tokenizer: Annotated[
+        str, "folder of the model's tokenizer.json and chat template; empty: text is handed through"
+    ] = ""
+    model: Annotated[str, "which of the servers' models; empty: their first"] = ""
+    connect_s: Annotated[float, "longest time to connect to one"] = 5.0
+    read_s: Annotated[float, "longest silence of one amid an answer, waiting included"] = 300.0
+    poll_s: Annotated[float, "from one look at a server to the next"] = 0.5
+
+
+@dataclass(frozen=True)
 class Cluster:
     prefill: Annotated[int, "prefill workers"] = 0
     decode: Annotated[int, "decode workers"] = 0
@@ -142,6 +158,9 @@ class Config:
     gateway: Annotated[Gateway, "the HTTP side"] = field(default_factory=Gateway)
     cluster: Annotated[Cluster, "how many workers, and how they work together"] = field(
         default_factory=Cluster
+    )
+    upstream: Annotated[Upstream, "foreign servers, for `stanchion gateway`"] = field(
+        default_factory=Upstream
     )
     parallel: Annotated[Parallel, "several ranks for one worker"] = field(default_factory=Parallel)
     lab: Annotated[Lab, "switches for tests and experiments"] = field(default_factory=Lab)
@@ -203,6 +222,9 @@ def check(config: Config) -> None:
     _within("cluster.suspect_s", cluster.suspect_s, 0.3, 3600.0)
     _within("cluster.drain_s", cluster.drain_s, 0.5, 86400.0)
     _within("cluster.restarts_max", cluster.restarts_max, 0, 1000)
+    _within("upstream.connect_s", config.upstream.connect_s, 0.01, 3600.0)
+    _within("upstream.read_s", config.upstream.read_s, 0.1, 86400.0)
+    _within("upstream.poll_s", config.upstream.poll_s, 0.05, 60.0)
     _within("lab.slow_transfer_ms", config.lab.slow_transfer_ms, 0.0, 60_000.0)
     _one_of("kv.check", kv.check, ("off", "sampled", "full"))
     _within("kv.host_cache_gib", kv.host_cache_gib, 0.0, 16384.0)

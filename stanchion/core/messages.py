@@ -127,12 +127,20 @@ class PromptScores(Struct, frozen=True, kw_only=True, tag="prompt_scores"):
     top: list[list[TopToken]]
 
 
+class Counted(Struct, frozen=True):
+    """Tokens as the server counts them, where those of the messages are the bytes of its text."""
+
+    prompt: int
+    completion: int
+
+
 class Ended(Struct, frozen=True, kw_only=True, tag="ended"):
     request: str
     outcome: Outcome
     cached_tokens: int = 0
     spec: Spec | None = None
     draft_record: list[tuple[list[int], int]] | None = None  # per verify step: drafts, accepted
+    counted: Counted | None = None
 
 
 class TierProgress(Struct, frozen=True, kw_only=True):

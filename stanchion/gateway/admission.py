@@ -31,8 +31,13 @@ class Admission:
 
         `others` are the members of other names; without any, the newcomer says who we are.
         """
-        hello = join.hello
-        wrong = self._senseless(join)
+        return self._unfit(join.hello, others, self._senseless(join))
+
+    def unfit(self, hello: Hello, others: Sequence[Hello]) -> list[str]:
+        """The same of one that has no address to join from."""
+        return self._unfit(hello, others, _sizes(hello))
+
+    def _unfit(self, hello: Hello, others: Sequence[Hello], wrong: list[str]) -> list[str]:
         if (hello.name, hello.incarnation) in self._over:
             wrong.append(f"incarnation: another process has taken the name {hello.name} since")
         if len(others) >= MEMBERS_MAX:
@@ -47,12 +52,7 @@ class Admission:
         self._over.append(life)
 
     def _senseless(self, join: Join) -> list[str]:
-        hello = join.hello
-        wrong = [
-            f"{name}: {getattr(hello, name)} here, at least 1 there"
-            for name in ("page_tokens", "pages", "context_max", "vocabulary")
-            if getattr(hello, name) < 1
-        ]
+        hello, wrong = join.hello, _sizes(join.hello)
         places = {"address": join.address}
         if hello.role == "prefill":
             places["peer_address"] = hello.peer_address
@@ -65,3 +65,11 @@ class Admission:
             except ConfigError as error:
                 wrong.append(f"{name}: {error}")
         return wrong
+
+
+def _sizes(hello: Hello) -> list[str]:
+    return [
+        f"{name}: {getattr(hello, name)} here, at least 1 there"
+        for name in ("page_tokens", "pages", "context_max", "vocabulary")
+        if getattr(hello, name) < 1
+    ]

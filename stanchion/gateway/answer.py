@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, assert_never
 
 from stanchion.core.errors import Overloaded, PeerLost
-from stanchion.core.messages import Hello, PromptScores, Spec, Start
+from stanchion.core.messages import Counted, Hello, PromptScores, Spec, Start
 from stanchion.core.outcome import Completed, Leaver
 from stanchion.core.request import Sampling
 from stanchion.gateway.choice import Style
@@ -74,6 +74,7 @@ class Answer:
         self._spec: Spec | None = None
         self._draft_record: DraftRecord | None = None
         self.attempts = Attempts()
+        self._counted: Counted | None = None
         self._told = False
         self._blamed = False  # the drafts, by this answer: one answer counts once
 
@@ -120,6 +121,7 @@ class Answer:
         self._spec = mail.spec or self._spec
         self._scores = joined(self._scores, mail.scores)
         self._draft_record = mail.draft_record
+        self._counted = mail.counted
 
     def _undrafted(self) -> bool:
         return bool(self.lives) and self.lives[0] in self._books.draft_faults
@@ -147,6 +149,7 @@ class Answer:
             self._scores if ended is not None else None,
             ended,
             self._draft_record,
+            self._counted,
             came,
         )
 

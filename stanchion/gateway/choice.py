@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import isnan
 
-from stanchion.core.messages import Spec, TopToken
+from stanchion.core.messages import Counted, Spec, TopToken
 from stanchion.core.outcome import Completed, Outcome, OutputSuspect, Reason
 from stanchion.gateway.detok import TextFold
 from stanchion.gateway.markup import Content, Markup, MarkupFold, Part, merged
@@ -79,11 +79,17 @@ class ChoiceFold:
         self.cached_tokens = 0
         self.spec: Spec | None = None
         self.draft_record: list[tuple[list[int], int]] | None = None  # where a lab asked for it
+        self.counted: Counted | None = None  # where a server's tokens are not ours
         self.end: End | None = None
         self.failed: Outcome | None = None
 
     def over(self) -> bool:
         return self.end is not None or self.failed is not None
+
+    @property
+    def completion_tokens(self) -> int:
+        """What the client is told, and pays for."""
+        return self.tokens if self.counted is None else self.counted.completion
 
     @property
     def called(self) -> bool:

@@ -31,7 +31,7 @@ from stanchion.gateway.integrity import Integrity
 from stanchion.gateway.join import JoinSocket
 from stanchion.gateway.ledger import Ticket
 from stanchion.gateway.link import Ears
-from stanchion.gateway.members import Member, Members, View
+from stanchion.gateway.members import Connect, Member, Members, View
 from stanchion.gateway.router import Life, Route, Router, reason_to_retry
 from stanchion.gateway.settings import GatewaySettings
 
@@ -146,7 +146,7 @@ class Fleet:
         if self._draining:
             raise PeerLost("the workers take nothing new")
         held = self._hold(start, ring)
-        held.used = tuple(used)
+        held.used = held.ticket.used = tuple(used)
         self._dispatch(held, start.request, used, another=True)
         return held.ticket
 
@@ -228,6 +228,12 @@ class Fleet:
 
     def expect(self, names: Sequence[str]) -> None:
         self._expected = tuple(names)
+
+    def seat(self, hello: Hello, connect: Connect) -> list[str]:
+        """See `Members.seat`."""
+        wrong = self._members.seat(hello, connect)
+        self.changed.set()
+        return wrong
 
     def who_is(self, name: str) -> Hello | None:
         """The life of that name that joined last, unless it is known to have ended."""

@@ -30,6 +30,7 @@ from stanchion.gateway.metrics import Metrics, tag
 from stanchion.gateway.openai import Ask
 from stanchion.gateway.record.attempts import Attempts
 from stanchion.gateway.record.course import Course, Over
+from stanchion.gateway.replies import prompt_tokens
 from stanchion.gateway.web import JSON, Call
 
 STREAM = b"text/event-stream; charset=utf-8"
@@ -129,11 +130,11 @@ class Generation:
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(map(len, self._ask.prompts))
+        return prompt_tokens(self._ask, self.folds)
 
     @property
     def generated_tokens(self) -> int:
-        return sum(fold.tokens for fold in self.folds)
+        return sum(fold.completion_tokens for fold in self.folds)
 
     def abort(self, by: Leaver) -> None:
         """End it now; its client is told."""
@@ -229,6 +230,7 @@ class Generation:
         fold.cached_tokens = mail.cached_tokens
         fold.spec = mail.spec or fold.spec
         fold.draft_record = mail.draft_record
+        fold.counted = mail.counted or fold.counted
         choice.scores = joined(choice.scores, mail.scores)
         if not isinstance(choice.ticket, Answer):
             choice.attempts.came(mail, choice.ticket.lives)

@@ -16,6 +16,7 @@ from math import inf
 
 from stanchion.core.errors import Bug
 from stanchion.core.messages import (
+    Counted,
     Drained,
     Ended,
     FromWorker,
@@ -53,6 +54,7 @@ class Mail:
     scores: PromptScores | None = None
     ended: Outcome | None = None
     draft_record: DraftRecord | None = None
+    counted: Counted | None = None
     came: int | None = None  # tokens that have arrived since, where `tokens` are those released
     readings: list[tuple[int, Spec]] = field(default_factory=list)  # after so many of the tokens
 
@@ -67,6 +69,7 @@ class Mail:
             self.scores,
             self.ended,
             self.draft_record,
+            self.counted,
             readings=[(at - tokens, spec) for at, spec in self.readings if at > tokens],
         )
         self.readings = [one for one in self.readings if one[0] <= tokens]
@@ -96,6 +99,7 @@ class Ticket:
         self.request = request
         self.said = False  # something came for the reader
         self.lives: tuple[tuple[str, int], ...] = ()  # those of the workers that have it now
+        self.used: tuple[tuple[str, int], ...] = ()  # another one than these was asked for
         self._ring = ring
         self._again = again
         self._mail: Mail | None = None
@@ -137,6 +141,7 @@ class Ticket:
                     mail.readings.append((len(mail.tokens), message.spec))
             else:
                 mail.draft_record = message.draft_record
+                mail.counted = message.counted
                 self._close(mail, message.outcome)
         self._ring()
 

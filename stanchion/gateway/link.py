@@ -30,6 +30,7 @@ from stanchion.core.messages import (
 )
 from stanchion.core.outcome import Leaver
 from stanchion.core.peerkey import connect_with
+from stanchion.gateway.connection import SIGNALS
 from stanchion.gateway.ledger import Ledger, Ticket
 
 SEND_QUEUE_MAX = 1024
@@ -48,6 +49,8 @@ class Ears:
 
 class Link:
     """`expected` is what the worker said of itself when it joined: another is not listened to."""
+
+    signals = SIGNALS
 
     def __init__(self, expected: Hello, ledger: Ledger, ears: Ears) -> None:
         self.ledger = ledger

@@ -15,12 +15,14 @@ import zmq
 from stanchion.core.errors import ConfigError
 from stanchion.core.messages import Hello, Join, Refused, Role, Welcome
 from stanchion.gateway.admission import MEMBERS_MAX, Admission
+from stanchion.gateway.connection import Connection
 from stanchion.gateway.ledger import Ledger
 from stanchion.gateway.link import Ears, Link
 from stanchion.gateway.router import Life, Standing
 from stanchion.gateway.settings import GatewaySettings
 
 FORGET_S = 60.0  # a worker of which nothing is heard for so long is forgotten
+Connect = Callable[[Ledger, Ears], Connection]
 
 
 @dataclass
@@ -28,7 +30,7 @@ class Member:
     """One life of a worker, from its Join on."""
 
     hello: Hello
-    link: Link
+    link: Connection
     joined_at: float  # its last Join
     ended: bool = False  # its process is gone
 
@@ -116,18 +118,32 @@ class Members:
         others = [one.hello for name, one in self._members.items() if name != join.hello.name]
         if wrong := self._admission.refusals(join, others):
             return Refused(wrong)
-        ledger = Ledger(self._settings.worker_silence_s, self._settings.stall_s, self._freed)
-        link = Link(join.hello, ledger, self._ears)
+        link = Link(join.hello, self._ledger(), self._ears)
         try:
             link.open(self._context, join.address, self._settings.peer_key)
         except ConfigError as error:
             return Refused([f"address: {error}"])
-        if known is not None:
-            self.over(known, "the worker was replaced by a new process")
-        self._remember(join.hello)
-        self._members[join.hello.name] = Member(join.hello, link, now)
-        link.tick()
+        self._take(join.hello, link)
         return Welcome()
+
+    def seat(self, hello: Hello, connect: Connect) -> list[str]:
+        """A server that does not join by itself: somebody here has found it. Why it does not fit,
+        each naming a field; it is in if that is empty."""
+        others = [one.hello for one in self if one.hello.name != hello.name]
+        if wrong := self._admission.unfit(hello, others):
+            return wrong
+        self._take(hello, connect(self._ledger(), self._ears))
+        return []
+
+    def _ledger(self) -> Ledger:
+        return Ledger(self._settings.worker_silence_s, self._settings.stall_s, self._freed)
+
+    def _take(self, hello: Hello, link: Connection) -> None:
+        if (known := self._members.get(hello.name)) is not None:
+            self.over(known, "the worker was replaced by a new process")
+        self._remember(hello)
+        self._members[hello.name] = Member(hello, link, asyncio.get_running_loop().time())
+        link.tick()
 
     def over(self, member: Member, why: str) -> None:
         """That life is over, and does not come back."""

@@ -26,7 +26,7 @@ from stanchion.gateway.markup import (
     Reasoning,
 )
 from stanchion.gateway.openai import Ask
-from stanchion.gateway.replies import spec_fields
+from stanchion.gateway.replies import prompt_tokens, spec_fields
 
 Json = dict[str, Any]
 _TYPES = {
@@ -188,12 +188,12 @@ class MessageReply:
 
     def _usage(self) -> Json:
         """In this API the prompt is what the cache had, what was written to it, and the rest."""
-        prompt, cached = len(self._ask.prompts[0]), self._fold.cached_tokens
+        prompt, cached = prompt_tokens(self._ask, [self._fold]), self._fold.cached_tokens
         return {
             "input_tokens": prompt - cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
-            "output_tokens": self._fold.tokens,
+            "output_tokens": self._fold.completion_tokens,
         }
 
     def _ending(self) -> Json:

@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from stanchion.core.messages import Hello, Progress, Spec, TierProgress
 from stanchion.core.outcome import Outcome
+from stanchion.gateway.connection import SIGNALS
 from stanchion.gateway.fleet import Fleet
 from stanchion.gateway.integrity import Integrity
 from stanchion.gateway.members import View
@@ -123,6 +124,7 @@ class _Workers(Collector):
                 families[name].add_metric((view.name, view.role), value)
         yield from families.values()
         yield self._info()
+        yield self._signals()
         retries = CounterMetricFamily(
             _PREFIX + "request_retries", "Attempts made again elsewhere", labels=("reason",)
         )
@@ -133,6 +135,17 @@ class _Workers(Collector):
         yield CounterMetricFamily(_PREFIX + "suspicions", "Workers suspected", suspicions)
         yield CounterMetricFamily(_PREFIX + "join_garbage", "Joins that were none", garbage)
         yield from _integrity(self._fleet.integrity)
+
+    def _signals(self) -> Metric:
+        words = "1 if it gives this to the monitor, which works with what there is"
+        found = GaugeMetricFamily(
+            _PREFIX + "monitor_signals", words, labels=("worker", "role", "signal")
+        )
+        for view in self._fleet.views():
+            given = view.member.link.signals if view.member is not None else ()
+            for signal in SIGNALS:
+                found.add_metric((view.name, view.role, signal), float(signal in given))
+        return found
 
     def _info(self) -> Metric:
         labels = ("worker", "role", "model", "revision", "draft_tokens", "vocabulary")

@@ -75,10 +75,16 @@ def spec_fields(folds: Sequence[ChoiceFold]) -> Json:
     return {name: value for name, value in fields.items() if value is not None}
 
 
+def prompt_tokens(ask: Ask, folds: Sequence[ChoiceFold]) -> int:
+    """As the server counted them, where it counts in other tokens than ours."""
+    firsts = zip(ask.prompts, folds[:: ask.n])
+    return sum(len(ids) if fold.counted is None else fold.counted.prompt for ids, fold in firsts)
+
+
 def usage(ask: Ask, folds: Sequence[ChoiceFold]) -> Json:
     """A prompt counts once, however many answers it has; so does what the cache had of it."""
-    prompt = sum(map(len, ask.prompts))
-    completion = sum(fold.tokens for fold in folds)
+    prompt = prompt_tokens(ask, folds)
+    completion = sum(fold.completion_tokens for fold in folds)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

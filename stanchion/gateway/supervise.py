@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from stanchion.core.messages import Hello, Suspected
+from stanchion.gateway.members import Connect
 
 
 class Watched(Protocol):
@@ -26,6 +27,10 @@ class Watched(Protocol):
 
     def expect(self, names: Sequence[str]) -> None:
         """The gateway has started once all of these have joined."""
+
+    def seat(self, hello: Hello, connect: Connect) -> list[str]:
+        """Take in a server that does not join by itself, in place of its life before. Why not, if
+        it does not fit."""
 
     def who_is(self, name: str) -> Hello | None:
         """The life of that name that joined last, unless it is known to have ended."""

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 from stanchion.core.messages import Suspected
 from stanchion.gateway.serve import Stopping, serve
 from stanchion.gateway.settings import GatewaySettings
-from stanchion.gateway.supervise import Watched
+from stanchion.gateway.supervise import Supervise, Watched
 from stanchion.gateway.tokens import Vocabulary, byte_vocabulary
 
 from .worker import WAIT_S, FakeWorker, named
@@ -32,8 +32,10 @@ class Gateway:
         vocabulary: Vocabulary,
         settings: dict[str, Any],
         expected: Sequence[str] = (),
+        beside: Supervise | None = None,
     ) -> None:
         self._expected = expected
+        self._beside = beside
         self._settings = GatewaySettings(**({"port": 0, "suspect_s": 10.0} | settings))
         self._join = join
         self._vocabulary = vocabulary
@@ -67,7 +69,8 @@ class Gateway:
         self.fleet = fleet
         fleet.expect(self._expected)
         fleet.on_suspected = lambda said: self.suspected.append(said)
-        yield
+        async with self._beside(fleet) if self._beside else nullcontext():
+            yield
 
     def within(self, act: Callable[[], None]) -> None:
         """On the gateway's own thread."""
