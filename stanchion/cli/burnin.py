@@ -106,9 +106,16 @@ def told(found: Found) -> dict[str, Any]:
         "unstable": found.unstable,
         "unwitnessed": found.completed - rate.trials,
         "acceptance": lost_drafts(found),
+        "drafts_a_step": {"answers": len(found.acceptance.solo),
+                          "storm": _mean(found.acceptance.storm),
+                          "solo": _mean(found.acceptance.solo)},
         "failpoints": sorted(found.failpoints),
         "worst": [_case(one) for one in worst(found.every, SHOWN)],
     }  # fmt: skip
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def _rate(rate: Rate) -> dict[str, Any]:

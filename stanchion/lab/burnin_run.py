@@ -35,7 +35,7 @@ from stanchion.lab.replay_run import Client, Limits, Replay, Unreachable
 from stanchion.lab.results import Result
 
 TOGETHER = 2  # looked at again at once
-SOLO_EVERY = 10  # greedy answers that nothing speaks against: one in so many is asked alone too
+SOLO_EVERY = 4  # greedy answers that nothing speaks against: one in so many is asked alone too
 TIMEOUT_S = 600.0
 Said = Callable[[str, int, int], None]  # what is done: a name, so many, of so many
 

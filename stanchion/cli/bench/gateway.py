@@ -167,9 +167,7 @@ class Bench:
     def _pace(self) -> float:
         """Streams a second: half of what the gateway carries, and no more than 32 at once."""
         sizes = self._sizes
-        rate = statistics.median(
-            streams / took for streams, took, _ in self._carried["gateway"]
-        )
+        rate = statistics.median(streams / took for streams, took, _ in self._carried["gateway"])
         lasts = (sizes.first_ms + sizes.gap_ms * sizes.chunks) / 1000
         return min(rate / 2, CLIENTS / lasts)
 
@@ -182,9 +180,7 @@ class Bench:
         with self._servers(sizes.first_ms, sizes.gap_ms, rows) as servers:
             for round_ in range(sizes.paced_blocks + 1):
                 order = ("gateway", "direct") if round_ % 2 else ("direct", "gateway")
-                said = {
-                    name: asyncio.run(self._slow(servers[name].url, pace)) for name in order
-                }
+                said = {name: asyncio.run(self._slow(servers[name].url, pace)) for name in order}
                 if round_:
                     found.append((said["gateway"], said["direct"]))
         return found
@@ -232,7 +228,7 @@ class Bench:
             if reply.status != 200:
                 raise ConfigError(f"{url}: {reply.status} {await reply.text()}")
             async for line in reply.content:
-                if line.startswith(b'data: {') and b'"text"' in line:
+                if line.startswith(b"data: {") and b'"text"' in line:
                     arrived.append(time.monotonic())
         sent = self._log[number]
         if not sent.all():
@@ -246,7 +242,9 @@ class Bench:
     # ---- processes --------------------------------------------------------------------------
 
     @contextmanager
-    def _servers(self, first_ms: float, gap_ms: float, requests: int) -> Iterator[dict[str, Running]]:
+    def _servers(
+        self, first_ms: float, gap_ms: float, requests: int
+    ) -> Iterator[dict[str, Running]]:
         self._asked, self._first_s = 0, first_ms / 1000
         chunks = self._sizes.chunks
         with tempfile.TemporaryDirectory(prefix="stanchion-bench-") as folder, ExitStack() as stack:

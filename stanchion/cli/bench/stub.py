@@ -33,9 +33,7 @@ FACTS: dict[str, bytes] = {
     "/v1/models": json.dumps(
         {
             "object": "list",
-            "data": [
-                {"id": MODEL, "object": "model", "owned_by": "vllm", "max_model_len": 32768}
-            ],
+            "data": [{"id": MODEL, "object": "model", "owned_by": "vllm", "max_model_len": 32768}],
         }
     ).encode(),
 }
