@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 
 from stanchion.cli import lab, run
 from stanchion.cli.plan import Asked
@@ -404,12 +405,15 @@ def _run_chat(arguments: argparse.Namespace) -> int:
 def _bench(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "name",
-        choices=["engine", "handoff", "tiers", "layersplit", "monitor"],
+        choices=["engine", "handoff", "tiers", "layersplit", "gateway", "monitor"],
         help="which benchmark",
     )
     command.add_argument("--quick", action="store_true", help="smaller and shorter: minutes")
     command.add_argument("--json", metavar="FILE", help="write machine, versions and raw runs")
     command.add_argument("--only", metavar="MEASURE", help="just this measure")
+    command.add_argument(
+        "--peers", metavar="FOLDER", help="gateway: what runs/gateway_peers.sh installed"
+    )
     command.add_argument(
         "--set", metavar="FOLDER", help="monitor: where its labelled set is, or is to be made"
     )
@@ -417,9 +421,11 @@ def _bench(command: argparse.ArgumentParser) -> None:
 
 
 def _run_bench(arguments: argparse.Namespace) -> int:
-    from stanchion.cli.bench.command import run
+    from stanchion.cli.bench.command import Folders, run
 
-    return run(arguments.name, arguments.quick, arguments.json, arguments.only, arguments.set)
+    said = (arguments.set, arguments.peers)
+    folders = Folders(*(Path(one) if one is not None else None for one in said))
+    return run(arguments.name, arguments.quick, arguments.json, arguments.only, folders)
 
 
 def _run_settings(arguments: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -21,13 +22,24 @@ class Bench(Protocol):
         """Load what these measures need, before the first of them."""
 
 
+@dataclass(frozen=True)
+class Folders:
+    """`labelled`: of the monitor's set; `peers`: where others' programs are, to stand beside."""
+
+    labelled: Path | None = None
+    peers: Path | None = None
+
+
 def run(
-    name: str, quick: bool, json_file: str | None, only: str | None, folder: str | None = None
+    name: str,
+    quick: bool,
+    json_file: str | None,
+    only: str | None,
+    folders: Folders = Folders(),
 ) -> int:
-    """`folder`: of the labelled set, for the benchmark that has one."""
     torch.set_num_threads(1)
     with torch.inference_mode():
-        bench = _bench(name, quick, folder)
+        bench = _bench(name, quick, folders)
         if only is not None and only not in bench.measures:
             raise ConfigError(f"no measure {only}; there are: {', '.join(bench.measures)}")
         measures = run_all(f"bench {name}", bench, only)
@@ -55,7 +67,7 @@ def run_all(title: str, bench: Bench, only: str | None) -> list[Measure]:
     return measures
 
 
-def _bench(name: str, quick: bool, folder: str | None) -> Bench:
+def _bench(name: str, quick: bool, folders: Folders) -> Bench:
     # Each needs what the other does without.
     if name == "engine":
         from stanchion.cli.bench import engine
@@ -74,8 +86,13 @@ def _bench(name: str, quick: bool, folder: str | None) -> Bench:
     if name == "monitor":
         from stanchion.cli.bench import monitor
 
-        there = Path(folder) if folder is not None else None
-        return monitor.Bench(model_folder("tiny"), monitor.QUICK if quick else monitor.FULL, there)
+        wanted = monitor.QUICK if quick else monitor.FULL
+        return monitor.Bench(model_folder("tiny"), wanted, folders.labelled)
+    if name == "gateway":
+        from stanchion.cli.bench import gateway
+
+        pace = gateway.QUICK if quick else gateway.FULL
+        return gateway.Bench(model_folder("tiny"), pace, folders.peers)
     from stanchion.cli.bench import handoff
 
     return handoff.Bench(model_folder("tiny"), handoff.QUICK if quick else handoff.FULL)

@@ -1,7 +1,7 @@
 """`stanchion bench gateway`: what the gateway adds to a stream, and what it can carry.
 
-Processes of their own: a stub that answers by a script in vLLM's words (see `stub`), our gateway in
-front of it (`stanchion gateway`, balanced: every token goes through the monitor), and, where
+Processes of their own: a stub that answers by a script in vLLM's words (see `streams`), our gateway
+in front of it (`stanchion gateway`, balanced: every token goes through the monitor), and, where
 `--peers FOLDER` has one (`runs/gateway_peers.sh`), a router written in Rust in front of the same
 stub. The client is this process.
 
@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stanchion.cli.bench.measure import Measure
-from stanchion.cli.bench.stub import MODEL
+from stanchion.cli.bench.streams import MODEL
 from stanchion.core.errors import ConfigError
 from stanchion.lab.stats import percentile
 
@@ -250,7 +250,7 @@ class Bench:
         with tempfile.TemporaryDirectory(prefix="stanchion-bench-") as folder, ExitStack() as stack:
             log = Path(folder) / "sent"
             port = _free_port()
-            stub = [sys.executable, "-m", "stanchion.cli.bench.stub", "--log", str(log)]
+            stub = [sys.executable, "-m", "stanchion.cli.bench.streams", "--log", str(log)]
             stub += ["--requests", f"{requests}", "--chunks", f"{chunks}", "--port", f"{port}"]
             stub += ["--first-ms", f"{first_ms}", "--gap-ms", f"{gap_ms}"]
             direct = stack.enter_context(_running(stub, port))

@@ -1,5 +1,5 @@
 """A server that answers by a script, in vLLM's words: what stands behind the gateways that are
-measured. `python -m stanchion.cli.bench.stub --log FILE ...`
+measured. `python -m stanchion.cli.bench.streams --log FILE ...`
 
 It notes when each chunk of each answer was sent, in a file that both sides map: seconds of the
 machine's monotonic clock, a row for each request number (the prompt's first word), a column for
