@@ -22,7 +22,7 @@ $(READY): pyproject.toml
 	echo "setting up $(VENV) with $$python (about two minutes the first time)"; \
 	$(PYTHON) -m pip --version >/dev/null 2>&1 || "$$python" -m venv --clear $(VENV)
 	@$(PYTHON) -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	@$(PYTHON) -m pip install --quiet --disable-pip-version-check -e '.[engine,dev]'
+	@$(PYTHON) -m pip install --quiet --disable-pip-version-check -e '.[engine,lab,dev]'
 	@touch $@
 
 # nixl itself asks for more than one CUDA's libraries: without its dependencies it takes the one below.
