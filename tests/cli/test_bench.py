@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from stanchion.cli.bench import engine, handoff, layersplit, memory, pair, storm, tiers
+from stanchion.cli.bench import engine, handoff, layersplit, memory, pair, recording, storm, tiers
 from stanchion.cli.bench.command import run, run_all
 from stanchion.cli.bench.measure import Measure, interleave, paired, table, upper_bound, write
 from stanchion.cli.bench.waiting import Waiting
@@ -234,6 +234,22 @@ def test_each_measure_of_tiers_runs(
         measure = tiers_bench.measures[name]()
     assert len(measure.ours) in (1, 2) and all(one >= 0 for one in measure.ours)
     assert measure.note and math.isfinite(measure.result)
+
+
+@pytest.fixture(scope="module")
+def recording_bench() -> recording.Bench:
+    return recording.Bench(model_folder("tiny"), recording.Sizes(2, 3, 1))
+
+
+def test_structure_is_kept_by_exports(recording_bench: recording.Bench) -> None:
+    measure = recording_bench.structure()
+    assert measure.ours == [1.0] and measure.meets(measure.gate)
+
+
+@pytest.mark.parametrize("level", ["surrogate", "secrets", "hashes"])
+def test_anonymising_is_measured(recording_bench: recording.Bench, level: recording.Wanted) -> None:
+    measure = recording_bench.speed(level)
+    assert measure.result > 0 and "2 sessions" in measure.note
 
 
 def test_owners_send_what_passes_need_and_no_more() -> None:

@@ -67,6 +67,10 @@ def _bench(name: str, quick: bool) -> Bench:
         return layersplit.Bench(
             model_folder("tiny"), layersplit.QUICK if quick else layersplit.FULL
         )
+    if name == "recording":
+        from stanchion.cli.bench import recording
+
+        return recording.Bench(model_folder("tiny"), recording.QUICK if quick else recording.FULL)
     from stanchion.cli.bench import handoff
 
     return handoff.Bench(model_folder("tiny"), handoff.QUICK if quick else handoff.FULL)

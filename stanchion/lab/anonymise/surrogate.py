@@ -47,16 +47,17 @@ class _Marks:
     texts: list[str] = field(default_factory=list)
     lines: list[bool] = field(default_factory=list)
 
-    def text(self, said: str, lines: bool = True) -> str:
+    def text(self, said: str) -> str:
         before, core = edges(said)
-        if not core:
-            return said
-        self.texts.append(core)
-        self.lines.append(lines)
-        return f"{before}{OPEN}{len(self.texts) - 1}{SHUT}"
+        return before + self._mark(core, lines=True) if core else said
 
     def line(self, said: str) -> str:
-        return self.text(said, lines=False)
+        return self._mark(said, lines=False) if said else said
+
+    def _mark(self, said: str, lines: bool) -> str:
+        self.texts.append(said)
+        self.lines.append(lines)
+        return f"{OPEN}{len(self.texts) - 1}{SHUT}"
 
     def name(self, said: str) -> str:
         return self.words.name(said) if self.rename else said
@@ -79,7 +80,8 @@ class _Fill:
         before, core = edges(said)
         return f"{before}{next(self.surrogates)}" if core else said
 
-    line = text
+    def line(self, said: str) -> str:
+        return next(self.surrogates) if said else said
 
     def name(self, said: str) -> str:
         return self.words.name(said)
@@ -93,7 +95,8 @@ class _Fill:
 
 def edges(said: str) -> tuple[str, str]:
     """The space before, and what is said. Space before is layout: it stays, since it may be one
-    token with what the template puts there. Space behind is text: more may follow elsewhere."""
+    token with what the template puts there. Space behind is text: more may follow elsewhere. Inside
+    JSON all is text: there space is written with letters."""
     core = said.lstrip() if said.strip() else ""
     return said[: len(said) - len(core)], core
 
