@@ -25,6 +25,7 @@ from stanchion.cli.bench import (
     memory,
     monitor,
     pair,
+    recording,
     storm,
     tiers,
 )
@@ -262,6 +263,22 @@ def test_overlap_is_a_ratio_of_each_processs_own_medians(
     monkeypatch.setattr(tiers.subprocess, "run", process)
     measure = tiers_bench.overlap_gain()
     assert measure.ours == [1.5, 0.5] and measure.result == 1.0
+
+
+@pytest.fixture(scope="module")
+def recording_bench() -> recording.Bench:
+    return recording.Bench(model_folder("tiny"), recording.Sizes(2, 3, 1))
+
+
+def test_structure_is_kept_by_exports(recording_bench: recording.Bench) -> None:
+    measure = recording_bench.structure()
+    assert measure.ours == [1.0] and measure.meets(measure.gate)
+
+
+@pytest.mark.parametrize("level", ["surrogate", "secrets", "hashes"])
+def test_anonymising_is_measured(recording_bench: recording.Bench, level: recording.Wanted) -> None:
+    measure = recording_bench.speed(level)
+    assert measure.result > 0 and "2 sessions" in measure.note
 
 
 def test_owners_send_what_passes_need_and_no_more() -> None:

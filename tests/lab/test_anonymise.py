@@ -58,6 +58,12 @@ def everything(folder: Path) -> Iterator[bytes]:
 # ---- nothing is left (D32) ------------------------------------------------------------------
 
 
+def test_a_recording_without_content_has_none(tmp_path: Path) -> None:
+    trace, _ = recording(tmp_path, content=False)
+    assert len(list(trace)) > 20 and trace.header.level == "none"
+    assert set(leaked(everything(tmp_path / "recording"))) == set()
+
+
 @pytest.mark.parametrize("level", ["hashes", "surrogate"])
 def test_no_canary_comes_out_and_the_structure_is_kept(
     recorded: tuple[Path, Trace, int], tmp_path: Path, level: Any

@@ -125,12 +125,12 @@ def anthropic(plant: Plant) -> dict[str, Any]:
     }
 
 
-def recording(folder: Path) -> tuple[Trace, Plant]:
+def recording(folder: Path, content: bool = True) -> tuple[Trace, Plant]:
     """What was recorded of it, and what planted the canaries."""
     plant = planting()
     with tiny_worker(folder / "wire") as worker:
         worker.plan = saying(plant)
-        keys = {"record": str(folder / "recording"), "record_content": True}
+        keys = {"record": str(folder / "recording"), "record_content": content}
         with running(worker, vocabulary(), **keys) as gateway:
             talk(gateway, plant)
     return read(folder / "recording"), plant

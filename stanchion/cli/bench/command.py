@@ -93,6 +93,10 @@ def _bench(name: str, quick: bool, folders: Folders) -> Bench:
 
         pace = gateway.QUICK if quick else gateway.FULL
         return gateway.Bench(model_folder("tiny"), pace, folders.peers)
+    if name == "recording":
+        from stanchion.cli.bench import recording
+
+        return recording.Bench(model_folder("tiny"), recording.QUICK if quick else recording.FULL)
     from stanchion.cli.bench import handoff
 
     return handoff.Bench(model_folder("tiny"), handoff.QUICK if quick else handoff.FULL)

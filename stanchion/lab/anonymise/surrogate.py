@@ -47,16 +47,17 @@ class _Marks:
     texts: list[str] = field(default_factory=list)
     lines: list[bool] = field(default_factory=list)
 
-    def text(self, said: str, lines: bool = True) -> str:
-        before, core, after = edges(said)
-        if not core:
-            return said
-        self.texts.append(core)
-        self.lines.append(lines)
-        return f"{before}{OPEN}{len(self.texts) - 1}{SHUT}{after}"
+    def text(self, said: str) -> str:
+        before, core = edges(said)
+        return before + self._mark(core, lines=True) if core else said
 
     def line(self, said: str) -> str:
-        return self.text(said, lines=False)
+        return self._mark(said, lines=False) if said else said
+
+    def _mark(self, said: str, lines: bool) -> str:
+        self.texts.append(said)
+        self.lines.append(lines)
+        return f"{OPEN}{len(self.texts) - 1}{SHUT}"
 
     def name(self, said: str) -> str:
         return self.words.name(said) if self.rename else said
@@ -76,10 +77,11 @@ class _Fill:
     surrogates: Iterator[str]
 
     def text(self, said: str) -> str:
-        before, core, after = edges(said)
-        return f"{before}{next(self.surrogates)}{after}" if core else said
+        before, core = edges(said)
+        return f"{before}{next(self.surrogates)}" if core else said
 
-    line = text
+    def line(self, said: str) -> str:
+        return next(self.surrogates) if said else said
 
     def name(self, said: str) -> str:
         return self.words.name(said)
@@ -91,14 +93,12 @@ class _Fill:
         return self.words.key.name(said)
 
 
-def edges(said: str) -> tuple[str, str, str]:
-    """The space before, what is said, the space behind. Space is layout: it stays, since it may
-    be one token with what the template puts beside it."""
-    core = said.strip()
-    if not core:
-        return said, "", ""
-    at = said.index(core)
-    return said[:at], core, said[at + len(core) :]
+def edges(said: str) -> tuple[str, str]:
+    """The space before, and what is said. Space before is layout: it stays, since it may be one
+    token with what the template puts there. Space behind is text: more may follow elsewhere. Inside
+    JSON all is text: there space is written with letters."""
+    core = said.lstrip() if said.strip() else ""
+    return said[: len(said) - len(core)], core
 
 
 def other_number(key: Key, said: int | float) -> int | float:
@@ -235,9 +235,10 @@ class Surrogates:
         parts: list[bytes] = []
         at = said.first
         while at < said.last:
-            end = min(said.last, at + self.page_tokens - (at + offset) % self.page_tokens)
+            page = at + self.page_tokens - (at + offset) % self.page_tokens
+            end = min(said.last, page)
             first = said.over if at == said.first else at
-            last = said.until if end == said.last else end
+            last = min(said.until, page) if end == said.last else end
             piece = said.ids[first:last]
             how: Begins = begin if at == said.first else "amid"
             broken = lines and b"\n" in self.tokenised.text(piece)
@@ -278,20 +279,16 @@ class Surrogates:
         return ids.tolist(), ids
 
     def _text_prompt(self, tenant: str, prompt: str, offset: int) -> str:
-        """Special tokens, and space beside them, stay; what is between them is text. Space at the
-        prompt's end is text: it may be in the middle of another prompt's."""
+        """Special tokens, and space behind them, stay; what is between them is text."""
         skeleton, leaves, at = [""], list[_Leaf](), 0
-        stretches = self.tokenised.stretches(prompt)
-        for place, (special, part) in enumerate(stretches, start=1):
-            before, core, after = (part, "", "") if special else edges(part)
-            if core and place == len(stretches):
-                core, after = core + after, ""
+        for special, part in self.tokenised.stretches(prompt):
+            before, core = (part, "") if special else edges(part)
             skeleton[-1] += before
             if core:
                 first = at + len(before.encode())
                 last = first + len(core.encode())
                 leaves.append(_Leaf(len(leaves), first, last, True))
-                skeleton.append(after)
+                skeleton.append("")
             at += len(part.encode())
         ids = self.tokenised.ids(prompt)
         made = self._fitted(tenant, ids, offset, leaves, skeleton)
@@ -359,9 +356,9 @@ def _located(original: bytes, marked: bytes, marks: _Marks) -> list[_Leaf]:
 
 
 def _shown(original: bytes, at: int, said: str, then: bytes, last: bool) -> bytes:
-    """How the template shows a text: as it is, or as JSON with or without letters of others."""
-    escaped = msgspec.json.encode(said).decode()[1:-1]
-    for form in (said, escaped, json.dumps(said)[1:-1], json.dumps(said, ensure_ascii=False)[1:-1]):
+    """How the template shows a text: as it is, stripped, or as JSON of one kind or the other."""
+    escaped = json.dumps(said)[1:-1], json.dumps(said, ensure_ascii=False)[1:-1]
+    for form in (said, said.rstrip(), *escaped):
         raw = form.encode()
         end = at + len(raw)
         follows = original.startswith(raw, at) and original.startswith(then, end)

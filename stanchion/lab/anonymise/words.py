@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from string import ascii_letters
 from typing import Literal
 
 from stanchion.lab.anonymise.key import Key
@@ -18,6 +19,7 @@ from stanchion.lab.anonymise.tokenised import Ids, Tokenised
 
 TWO_SPANS_FROM = 8  # tokens: from here on chance alone keeps texts apart
 PROBES = 8192
+LETTERED = 256  # tries at a name of drawn letters
 REMEMBERED = 500_000
 # How a surrogate begins: amid others, with a space; as the first, bare; or behind a space that is
 # there already, and is one token with the word that follows.
@@ -108,11 +110,17 @@ class Words:
         """An identifier for an identifier, of as many tokens where there are enough of them."""
         if not said or said in self._names:
             return self._names.get(said, "")
-        known = self.identifiers.get(len(self.tokenised.ids(said)), [])
+        size = len(self.tokenised.ids(said))
+        known = self.identifiers.get(size, [])
         start = self.key.number("identifier", said.encode())
         for probe in range(min(PROBES, len(known))):
             found = known[(start + probe) % len(known)]
             if found not in self._used_names and found != said:
+                return self._keep(said, found)
+        for probe in range(LETTERED):
+            drawn = self.key.draw("letters", said.encode(), b"%d" % probe)[: len(said)]
+            found = "".join(ascii_letters[byte % len(ascii_letters)] for byte in drawn)
+            if found not in self._used_names and len(self.tokenised.ids(found)) == size:
                 return self._keep(said, found)
         return self._keep(said, f"name_{self.key.name(said)}")
 
