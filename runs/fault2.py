@@ -28,7 +28,6 @@ import numpy as np
 import torch
 from fault1 import Rate, rate_of
 
-from stanchion.cli.bench.sides import corpus
 from stanchion.cli.plan import Asked
 from stanchion.cli.settings import model_folder
 from stanchion.cli.verify import run
@@ -40,6 +39,7 @@ from stanchion.engine.assemble import assemble
 from stanchion.engine.loop import Engine
 from stanchion.engine.scheduler import Limits
 from stanchion.engine.tierplan import TierPlan
+from stanchion.lab.corpus import corpus
 from stanchion.model.load import load_glm
 from stanchion.model.text import Model
 

@@ -33,8 +33,8 @@ import numpy as np
 from fault1 import interval
 from prometheus_client.parser import text_string_to_metric_families
 
-from stanchion.cli.bench.sides import corpus
 from stanchion.cli.settings import model_folder
+from stanchion.lab.corpus import corpus
 
 PREFIXES, TAILS, PREFIX_TOKENS = 12, 5, 512
 FAULT = "index_read_before_ready"

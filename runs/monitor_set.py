@@ -39,7 +39,6 @@ import torch
 from fault1 import interval
 from msgspec.structs import replace
 
-from stanchion.cli.bench.sides import corpus
 from stanchion.cli.settings import model_folder
 from stanchion.core.messages import Ended, PromptScores, Start, Tokens
 from stanchion.core.outcome import Completed
@@ -57,6 +56,7 @@ from stanchion.gateway.monitor.report import NOTHING, gained
 from stanchion.gateway.monitor.witness import Scale, calibrate, gap, judge
 from stanchion.gateway.tokens import Vocabulary, load_vocabulary
 from stanchion.kv.schema import DOORS
+from stanchion.lab.corpus import corpus
 from stanchion.model.load import load_glm
 from stanchion.model.text import Model
 

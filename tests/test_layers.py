@@ -76,6 +76,8 @@ MAY_TOUCH: dict[str, set[str]] = {
     "gateway/record/recorder.py": {"secrets", "threading", "time"},
     "gateway/serve.py": {"asyncio", "signal", "socket", "uvicorn", "uvloop"},
     "gateway/web.py": {"asyncio"},
+    "lab/replay_client.py": {"aiohttp"},
+    "lab/replay_run.py": {"asyncio"},
     "cli/chat.py": {"http", "time", "urllib"},
     "cli/drive.py": {"asyncio", "tempfile", "time"},
     "cli/lab.py": {"secrets"},

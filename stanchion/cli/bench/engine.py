@@ -20,9 +20,10 @@ import numpy as np
 import torch
 
 from stanchion.cli.bench.measure import Measure, interleave
-from stanchion.cli.bench.sides import Ours, Theirs, corpus
+from stanchion.cli.bench.sides import Ours, Theirs
 from stanchion.device.kernels.index_select import Context, Selection, select
 from stanchion.device.kernels.sparse_attention import sparse_attention
+from stanchion.lab.corpus import corpus
 from stanchion.model.glm5 import Glm5
 
 SAMPLED_TEMPERATURE = 0.7  # the embedded model's working range; greedy loops by itself

@@ -22,7 +22,6 @@ import numpy as np
 from stanchion.cli.bench import memory, storm
 from stanchion.cli.bench.measure import Measure, interleave, paired
 from stanchion.cli.bench.pair import PARTNER, Asked, Held, Link, Pair, build, serve
-from stanchion.cli.bench.sides import corpus
 from stanchion.cli.bench.target import PEER, target
 from stanchion.cli.settings import SWITCH_S
 from stanchion.core.errors import Bug
@@ -32,6 +31,7 @@ from stanchion.disagg.check import Mode
 from stanchion.engine.scheduler import Limits
 from stanchion.kv.transfer.shm import shm_transfer
 from stanchion.kv.transfer.words import TransferError
+from stanchion.lab.corpus import corpus
 from stanchion.model.hashed import HashModel
 from stanchion.model.load import load_glm
 from stanchion.model.text import Model

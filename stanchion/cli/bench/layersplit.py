@@ -23,12 +23,12 @@ import numpy as np
 
 from stanchion.cli.bench.measure import Measure, interleave
 from stanchion.cli.bench.ranked import CHUNK_TOKENS, PAGE_TOKENS, RANKS, Side, pages_of
-from stanchion.cli.bench.sides import corpus
 from stanchion.cli.bench.waiting import watch
 from stanchion.core.errors import Bug
 from stanchion.engine.assemble import pages_that_fit
 from stanchion.engine.ranks import owners
 from stanchion.kv.schema import DOORS, Door
+from stanchion.lab.corpus import corpus
 from stanchion.model.load import load_glm
 from stanchion.model.text import Model
 from stanchion.sim.perf import Cost, Simulated, Work

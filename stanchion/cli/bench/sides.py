@@ -8,7 +8,6 @@ with the fastest of its attention and expert implementations on this machine, tr
 from __future__ import annotations
 
 import itertools
-import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,23 +21,11 @@ from stanchion.core.request import Sampling
 from stanchion.engine.assemble import assemble, pages_that_fit
 from stanchion.engine.loop import Engine
 from stanchion.engine.scheduler import Limits
-from stanchion.gateway.tokens import load_vocabulary
 from stanchion.model.load import load_glm
 from stanchion.model.text import Model
 
 KV_GIB = 2.0
 PREFILL_CHUNK = 1024  # transformers: larger chunks were slower and need gigabytes for scores
-SOURCES = ("argparse.py", "asyncio/base_events.py", "tarfile.py", "typing.py", "inspect.py",
-           "subprocess.py", "zipfile.py", "turtle.py", "doctest.py", "decimal.py",
-           "_pydecimal.py", "pickletools.py", "statistics.py", "ast.py", "mailbox.py")  # fmt: skip
-
-
-def corpus(folder: Path) -> list[int]:
-    """Token ids of standard-library sources: text of the kind that the embedded model knows."""
-    library = Path(sysconfig.get_paths()["stdlib"])
-    encode = load_vocabulary(folder).encode
-    texts = [(library / name).read_text() for name in SOURCES if (library / name).is_file()]
-    return [token for text in texts for token in encode(text, special=False)]
 
 
 @dataclass

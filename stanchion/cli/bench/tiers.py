@@ -22,7 +22,6 @@ from pathlib import Path
 from stanchion.cli.bench.hostcopy import Board
 from stanchion.cli.bench.measure import Measure, interleave, paired
 from stanchion.cli.bench.sessions import Session, sessions
-from stanchion.cli.bench.sides import corpus
 from stanchion.cli.bench.waiting import watch
 from stanchion.cli.settings import SWITCH_S
 from stanchion.core.errors import Bug, ConfigError
@@ -36,6 +35,7 @@ from stanchion.engine.scheduler import Limits
 from stanchion.engine.tierplan import TierPlan
 from stanchion.kv.copy import Mode
 from stanchion.kv.tiers import Tiers
+from stanchion.lab.corpus import corpus
 from stanchion.model.load import load_glm
 from stanchion.model.text import Model
 
