@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
-from stanchion.cli import lab
+from stanchion.cli import lab, run
 from stanchion.cli.plan import Asked
 from stanchion.cli.settings import read_config
 from stanchion.core.config import Config, check, describe
@@ -129,6 +129,7 @@ def parser() -> argparse.ArgumentParser:
     _chat(commands.add_parser("chat", help="talk to a server in the terminal"))
     _bench(commands.add_parser("bench", help="measure, side by side with what it replaces"))
     lab.add(commands)
+    run.add(commands)
     settings = commands.add_parser("settings", help="list every setting, its default and meaning")
     settings.set_defaults(run=_run_settings)
     return top

@@ -207,15 +207,36 @@ def _holder(step: Step, parents: dict[str, str], of: int) -> int:
     return int.from_bytes(name, "little") % of
 
 
-def resumed(plan: Plan, done: frozenset[tuple[str, int]]) -> tuple[Plan, dict[int, float]]:
-    """What is left of a plan, beginning at 0; and the steps that are done, as if they had ended at
-    0, so that the pauses after them begin anew."""
+def resumed(
+    plan: Plan, done: frozenset[tuple[str, int]], base_s: float
+) -> tuple[Plan, dict[int, float]]:
+    """What is left of a plan, beginning at `base_s`; and the steps that are done, as if they had
+    ended then, so that the pauses after them begin anew."""
     left = [step for step in plan.steps if step.key not in done]
     roots = [step.at_s for step in left if not step.after]
     begun = min(roots, default=0.0) if done else 0.0
-    moved = [replace(step, at_s=max(step.at_s - begun, 0.0)) for step in left]
-    ended = {step.number: 0.0 for step in plan.steps if step.key in done}
+    moved = [replace(step, at_s=base_s + max(step.at_s - begun, 0.0)) for step in left]
+    ended = {step.number: base_s for step in plan.steps if step.key in done}
     return Plan(plan.loop, plan.pace, tuple(moved)), ended
+
+
+def one_by_one(requests: Sequence[Recorded], times: int, seed: int) -> Plan:
+    """Each of these so many times, never two at once, each time with a salt of its own. `copy`
+    counts the times."""
+    if not 1 <= times <= COPIES_MAX:
+        raise ConfigError(f"times is {times}; it must be from 1 to {COPIES_MAX}")
+    steps = [
+        Step(
+            number=number,
+            recorded=requests[number // times],
+            copy=number % times,
+            salt=_salt(seed, number + 1),
+            at_s=0.0,
+            after=(number - 1,) if number else (),
+        )
+        for number in range(len(requests) * times)
+    ]
+    return Plan("session", pace("1"), tuple(steps))
 
 
 # ---- who waits for whom ---------------------------------------------------------------------

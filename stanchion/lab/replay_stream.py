@@ -152,7 +152,9 @@ class StreamFold:
     def ending(self, how: How, why: str = "") -> Ending:
         """`left`: we closed the connection. Must be asked once nothing more will come."""
         heard = self.heard
-        if self._last_point is not None and heard.points[-1:] != [self._last_point]:
+        if self._last_point is not None:
+            if heard.points[-1].spec == self._last_point.spec:
+                del heard.points[-1]
             heard.points.append(self._last_point)
         if heard.error:
             return "failed"

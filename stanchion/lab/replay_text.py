@@ -37,9 +37,12 @@ class Stretches:
         ascii_ = np.array([one.isascii() for one in pieces])
         white = np.array([one[:1].isspace() for one in pieces])
         solid = np.array([not one[-1:].isspace() for one in pieces])
-        word = np.array([one[:1] == b" " and one[1:2].isalpha() for one in pieces])
+        after = [one[1:2] or two[:1] for one, two in zip(pieces, [*pieces[1:], b""])]
+        word = np.array([one[:1] == b" " and two.isalpha() for one, two in zip(pieces, after)])
         cut = np.zeros(len(pieces) + 1, bool)
         cut[1:-1] = white[1:] & solid[:-1]  # before token i: nothing is merged across it
+        if all(len(one) == 1 for one in pieces):
+            cut[:] = word[:] = True  # bytes: nothing is ever merged
         self._ends = cut
         self._starts: Places = np.flatnonzero(cut[:-1] & word)
         self._foreign = np.concatenate([[0], np.cumsum(~ascii_)])

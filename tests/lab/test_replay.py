@@ -21,7 +21,7 @@ from stanchion.core.request import Sampling
 from stanchion.gateway.tokens import Vocabulary, load_vocabulary
 from stanchion.lab import corpus
 from stanchion.lab.replay_body import Bodies
-from stanchion.lab.replay_plan import Pace, Stage, pace, plan, resumed, share
+from stanchion.lab.replay_plan import Pace, Stage, one_by_one, pace, plan, resumed, share
 from stanchion.lab.replay_run import Limits
 from stanchion.lab.replay_stream import StreamFold
 from stanchion.lab.replay_text import Scale, Stretches, prompt
@@ -201,13 +201,24 @@ def test_processes_share_sessions_whole() -> None:
 def test_a_run_is_taken_up_where_it_was() -> None:
     made = plan(SUBAGENTS, "session", ONE)
     done = frozenset({("main 0", 0), ("sub 0", 0)})
-    left_, ended = resumed(made, done)
+    left_, ended = resumed(made, done, base_s=20.0)
     server = Scripted(lambda path, body: plain(after_s=1.0))
     results = {one.request: one for one in replay(left_, server, ended=ended)}
     assert results.keys() == {"sub 1", "other 0", "main 1"}
-    assert results["sub 1"].due == pytest.approx(1.0)
-    later, _ = resumed(plan(every(10.0, 4), "open", ONE), frozenset({("r0", 0), ("r1", 0)}))
-    assert [step.at_s for step in later.steps] == [0.0, 10.0]
+    assert results["sub 1"].due == pytest.approx(21.0)
+    later, _ = resumed(plan(every(10.0, 4), "open", ONE), frozenset({("r0", 0), ("r1", 0)}), 5.0)
+    assert [step.at_s for step in later.steps] == [5.0, 15.0]
+
+
+def test_alone_means_one_at_a_time_and_cold_each_time() -> None:
+    server = Scripted(lambda path, body: plain(after_s=2.0))
+    results = replay(one_by_one(every(0.0, 2), times=3, seed=4), server)
+    assert server.most_open == 1
+    assert [(one.request, one.copy) for one in results] == [
+        ("r0", 0), ("r0", 1), ("r0", 2), ("r1", 0), ("r1", 1), ("r1", 2)
+    ]  # fmt: skip
+    assert len({body["cache_salt"] for _, _, body in server.asked}) == 6
+    assert [one.lateness_s for one in results] == pytest.approx([0.0] * 6, abs=1e-6)
 
 
 # ---- clients that leave ---------------------------------------------------------------------
