@@ -12,7 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from stanchion.cli.replay import Asked, replay, report
+from stanchion.cli.replay import replay, report
+from stanchion.cli.replay_asked import Asked
 from stanchion.core.errors import ConfigError
 
 LOG = "server.log"

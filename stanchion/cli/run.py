@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from stanchion.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from stanchion.cli.replay import Asked
+    from stanchion.cli.replay_asked import Asked
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -26,6 +26,16 @@ Send a trace to any server of OpenAI's API, at its recorded times, and write dow
 A run that was cut off goes on when the same command is given again. Exit code 0: a valid run;
 1: not valid (the generator was late, or requests are missing); 2: it could not be run.
 """
+DETECT = """\
+Look at every answer of a run: the gateway's own folds (loops, scripts, rare tokens, acceptance),
+and simple judges beside them. With a reference, say what each is worth: recall and precision.
+
+  stanchion detect runs/one
+  stanchion detect runs/one --reference runs/alone
+
+A reference is a run whose answers are right: the same questions alone, or under no load. Writes
+RUN/detect.json, and RUN/detect.md with the most suspect answers beside the reference's.
+"""
 
 
 def add(commands: Commands) -> None:
@@ -37,6 +47,13 @@ def add(commands: Commands) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _replay(replay)
+    detect = commands.add_parser(
+        "detect",
+        help="look at all answers of a run, beside a reference",
+        description=DETECT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _detect(detect)
 
 
 def _replay(command: argparse.ArgumentParser) -> None:
@@ -91,7 +108,7 @@ def _replay(command: argparse.ArgumentParser) -> None:
 
 
 def _asked(said: argparse.Namespace) -> Asked:
-    from stanchion.cli.replay import Asked
+    from stanchion.cli.replay_asked import Asked
     from stanchion.lab.replay_timing import LATENESS_MAX_S
 
     bound = LATENESS_MAX_S if said.lateness_max is None else said.lateness_max
@@ -121,3 +138,29 @@ def _run_replay(said: argparse.Namespace) -> int:
     header = replay.replay(asked)
     print(replay.report(header, Path(asked.out)))
     return 0 if header.valid else 1
+
+
+def _detect(command: argparse.ArgumentParser) -> None:
+    command.add_argument("folder", metavar="RUN", type=Path, help="of stanchion replay")
+    command.add_argument("--reference", metavar="RUN", type=Path, help="a run that is right")
+    command.add_argument(
+        "--witness",
+        action="store_true",
+        help="compare log-probabilities, not tokens: for servers whose runs differ by rounding",
+    )
+    command.add_argument("--tokenizer", default="", help="folder; default: the model's name")
+    command.add_argument("--baselines", metavar="FILE", type=Path, help="what healthy looks like")
+    command.add_argument("--top", type=int, default=20, help="suspect answers to write down")
+    command.set_defaults(run=_run_detect)
+
+
+def _run_detect(said: argparse.Namespace) -> int:
+    from stanchion.cli.detect import TO_READ, Asked, detect, summary
+
+    asked = Asked(
+        said.folder, said.reference, said.witness, said.tokenizer, said.baselines, said.top
+    )
+    told = detect(asked)
+    print(summary(told))
+    print(f"\nto read: {said.folder / TO_READ}")
+    return 0
