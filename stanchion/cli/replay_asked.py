@@ -19,7 +19,7 @@ from stanchion.lab.formats.options import Options
 from stanchion.lab.formats.sniff import read
 from stanchion.lab.replay_body import Api, Bodies, Extra
 from stanchion.lab.replay_client import HttpClient
-from stanchion.lab.replay_plan import Plan, one_by_one, pace, plan
+from stanchion.lab.replay_plan import Plan, cut_out, one_by_one, pace, plan
 from stanchion.lab.replay_text import Scale, Stretches
 from stanchion.lab.replay_timing import LATENESS_MAX_S
 from stanchion.lab.results import Loop, read_results
@@ -31,7 +31,7 @@ KNOWN: dict[str, frozenset[Extra]] = {  # by who owns the model, as /v1/models s
 Salting = Literal["auto", "on", "off"]
 
 
-class Asked(Struct, frozen=True, kw_only=True):
+class Asked(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the command line said; `solo` names requests of the run that `trace` then is."""
 
     trace: str
@@ -46,6 +46,7 @@ class Asked(Struct, frozen=True, kw_only=True):
     copies: int = 1
     seed: int = 0
     first: int | None = None
+    part: tuple[int, int] | None = None  # of the sessions: number, of so many parts
     aborts: bool = True
     concurrency: int | None = None
     timeout_s: float = 600.0
@@ -91,6 +92,8 @@ def make_plan(asked: Asked) -> tuple[Plan, int | None]:
         return one_by_one(cases(Path(asked.trace), asked.solo), asked.times, asked.seed), None
     recorded = read(Path(asked.trace), Options(unit=asked.unit))
     requests = sorted(recorded, key=lambda one: (one.times.arrival, one.request))[: asked.first]
+    if asked.part is not None:
+        requests = cut_out(requests, *asked.part)
     made = plan(
         requests, asked.loop, pace(asked.speed, asked.gap_max_s), asked.copies, asked.seed,
         asked.aborts,

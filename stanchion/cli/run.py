@@ -36,6 +36,24 @@ and simple judges beside them. With a reference, say what each is worth: recall 
 A reference is a run whose answers are right: the same questions alone, or under no load. Writes
 RUN/detect.json, and RUN/detect.md with the most suspect answers beside the reference's.
 """
+ABLATE = """\
+Run a plan of arms: the same trace against servers that differ in one thing, in blocks that take
+turns. Sizes are fixed beforehand, and it is judged once, when all is in.
+
+  trace = "sessions.jsonl"
+  requests = 2000               # of each arm
+  block = 200
+  baseline = "both faults"
+  expect = [0.01, 0.0]          # rates to tell apart: it says how many requests that needs
+  replay = {speed = "20", block_tokens = 4, max_tokens = 64}
+  reference = {serve = "tiny"}  # asked one at a time: these answers are right
+  [arms."both faults"]
+  serve = "tiny --prefill 2 --decode 1 --set lab.failpoints=release_before_drained"
+  [arms.fixed]
+  serve = "tiny --prefill 2 --decode 1"
+
+The command goes on where it was when it is given again.
+"""
 
 
 def add(commands: Commands) -> None:
@@ -54,6 +72,13 @@ def add(commands: Commands) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _detect(detect)
+    ablate = commands.add_parser(
+        "ablate",
+        help="which difference between servers makes wrong answers?",
+        description=ABLATE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _ablate(ablate)
 
 
 def _replay(command: argparse.ArgumentParser) -> None:
@@ -163,4 +188,22 @@ def _run_detect(said: argparse.Namespace) -> int:
     told = detect(asked)
     print(summary(told))
     print(f"\nto read: {said.folder / TO_READ}")
+    return 0
+
+
+def _ablate(command: argparse.ArgumentParser) -> None:
+    command.add_argument("plan", metavar="PLAN.toml", type=Path)
+    command.add_argument("--out", metavar="FOLDER", type=Path, required=True)
+    command.add_argument("--dry", action="store_true", help="say how many requests it needs, only")
+    command.set_defaults(run=_run_ablate)
+
+
+def _run_ablate(said: argparse.Namespace) -> int:
+    from stanchion.cli.ablate import ablate, dry
+    from stanchion.lab.ablate import words
+
+    if said.dry:
+        print(dry(said.plan))
+        return 0
+    print(words(ablate(said.plan, said.out)))
     return 0

@@ -70,9 +70,14 @@ def sessions(findings: Sequence[Finding], name: str) -> Sessions:
     """Events by session: by the reference (`truth`), or by a detector."""
     if name == "truth":
         known = [one for one in findings if one.truth != "unknown"]
-        return Sessions.of((one.session, one.truth == "differs") for one in known)
+        return Sessions.of((_whose(one), one.truth == "differs") for one in known)
     told = [one for one in findings if one.by.get(name) is not None]
-    return Sessions.of((one.session, bool(one.by[name])) for one in told)
+    return Sessions.of((_whose(one), bool(one.by[name])) for one in told)
+
+
+def _whose(one: Finding) -> str:
+    """Copies of a session share no cache, so they are sessions of their own."""
+    return f"{one.session}#{one.copy}"
 
 
 def true_rate(one: Worth) -> Corrected | None:

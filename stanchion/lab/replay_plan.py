@@ -199,12 +199,34 @@ def share(plan: Plan, number: int, of: int) -> Plan:
 
 
 def _holder(step: Step, parents: dict[str, str], of: int) -> int:
-    root, seen = step.recorded.session, set[str]()
-    while root in parents and root not in seen:
-        seen.add(root)
-        root = parents[root]
+    root = _root(step.recorded.session, parents)
     name = blake2b(f"{step.copy} {root}".encode(), digest_size=8).digest()
     return int.from_bytes(name, "little") % of
+
+
+def _root(session: str, parents: dict[str, str]) -> str:
+    seen = set[str]()
+    while session in parents and session not in seen:
+        seen.add(session)
+        session = parents[session]
+    return session
+
+
+def cut_out(requests: Sequence[Recorded], number: int, of: int) -> list[Recorded]:
+    """One of so many parts of a trace: sessions that began one after the other, whole, so a part is
+    as busy as the trace was then. Parts have about equally many requests."""
+    if not 0 <= number < of:
+        raise ConfigError(f"part {number} of {of}: there is no such part")
+    roots: dict[str, list[Recorded]] = {}
+    parents = {one.session: one.parent for one in requests if one.parent is not None}
+    for one in sorted(requests, key=lambda one: (one.times.arrival, one.request)):
+        roots.setdefault(_root(one.session, parents), []).append(one)
+    taken, part = 0, list[Recorded]()
+    for members in roots.values():
+        if taken * of // len(requests) == number:
+            part += members
+        taken += len(members)
+    return part
 
 
 def resumed(

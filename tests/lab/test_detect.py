@@ -285,5 +285,5 @@ def test_a_run_is_held_against_its_reference(tmp_path: Path) -> None:
     assert command.read_found(tmp_path / "run") == told
     assert command.read_found(tmp_path / "alone") is None
     page = (tmp_path / "run" / command.TO_READ).read_text()
-    assert "1000.00 (211.17 to 2652.89) per 10,000; 3 of 30" in page
+    assert "1000.00 (211.17 to 2652.88) per 10,000; 3 of 30" in page
     assert page.count("### r") == 3
