@@ -41,10 +41,8 @@ def ablate(path: Path, out: Path, quiet: bool = False) -> Ablated:
         folder = out / f"block-{block:03d}-{list(plan.arms).index(name):02d}"
         arm = plan.arms[name]
         said = _asked(plan, arm, folder, name, copies, first, (block, plan.blocks))
-        print(
-            f"block {block + 1} of {plan.blocks}, {name} ({turn + 1} of {len(turns)})", flush=True
-        )
-        _run(said, arm, quiet)
+        print(f"{turn + 1} of {len(turns)}: block {block + 1}, {name}", flush=True)
+        late += not _run(said, arm, quiet)
         told = detect(Look(folder, right, quiet=True))
         _merge(found[name], sessions(told.findings, plan.event))
     arms = {name: Sessions(counts) for name, counts in found.items()}

@@ -79,6 +79,8 @@ def add(commands: Commands) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _ablate(ablate)
+    report = commands.add_parser("report", help="runs into one HTML file, and a Markdown twin")
+    _report(report)
 
 
 def _replay(command: argparse.ArgumentParser) -> None:
@@ -206,4 +208,20 @@ def _run_ablate(said: argparse.Namespace) -> int:
         print(dry(said.plan))
         return 0
     print(words(ablate(said.plan, said.out)))
+    return 0
+
+
+def _report(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "folders", metavar="RUN", type=Path, nargs="+", help="runs, or a folder of several"
+    )
+    command.add_argument("--out", metavar="FOLDER", type=Path, help="default: the first RUN")
+    command.set_defaults(run=_run_report)
+
+
+def _run_report(said: argparse.Namespace) -> int:
+    from stanchion.cli.report import report
+
+    page, twin = report(said.folders, said.out or said.folders[0])
+    print(f"{page}\n{twin}")
     return 0
