@@ -309,7 +309,9 @@ def _run_chat(arguments: argparse.Namespace) -> int:
 
 def _bench(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "name", choices=["engine", "handoff", "tiers", "layersplit"], help="which benchmark"
+        "name",
+        choices=["engine", "handoff", "tiers", "layersplit", "replay"],
+        help="which benchmark",
     )
     command.add_argument("--quick", action="store_true", help="smaller and shorter: minutes")
     command.add_argument("--json", metavar="FILE", help="write machine, versions and raw runs")

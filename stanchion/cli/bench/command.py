@@ -67,6 +67,10 @@ def _bench(name: str, quick: bool) -> Bench:
         return layersplit.Bench(
             model_folder("tiny"), layersplit.QUICK if quick else layersplit.FULL
         )
+    if name == "replay":
+        from stanchion.cli.bench import replay
+
+        return replay.Bench(model_folder("tiny"), replay.QUICK if quick else replay.FULL)
     from stanchion.cli.bench import handoff
 
     return handoff.Bench(model_folder("tiny"), handoff.QUICK if quick else handoff.FULL)
