@@ -3,6 +3,9 @@
 `python -m stanchion.cli.bench.stub serve` prints its port and answers every completion with chunks
 of one token, the first after `FIRST_S`, the others `NEXT_S` apart. `... trace RATE SECONDS` prints
 a trace of Mooncake's format, evenly spaced, whose prompts share their first blocks.
+
+When completions were asked for is said, once, at `/arrivals`: seconds of the monotonic clock. So
+all generators are judged by one clock that is not theirs.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from typing import Any
 
 MODEL = "stub"
@@ -21,7 +25,8 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: %s\r\n"
 
 
 class Stub(asyncio.Protocol):
-    def __init__(self) -> None:
+    def __init__(self, arrivals: list[float]) -> None:
+        self._arrivals = arrivals
         self._rest = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -56,9 +61,14 @@ class Stub(asyncio.Protocol):
             }
             self._whole(json.dumps(said).encode())
             return
+        if path == b"/arrivals":
+            self._whole(json.dumps(self._arrivals).encode())
+            self._arrivals.clear()
+            return
         if not path.startswith((b"/v1/completions", b"/v1/chat/completions")):
             self._whole(b"{}")
             return
+        self._arrivals.append(time.monotonic())
         chat = b"chat" in path
         loop = asyncio.get_running_loop()
         self._transport.write(HEAD % b"text/event-stream" + b"transfer-encoding: chunked\r\n\r\n")
@@ -107,7 +117,9 @@ def trace(rate: float, seconds: float) -> list[dict[str, Any]]:
 
 
 async def serve(port: int) -> None:
-    server = await asyncio.get_running_loop().create_server(Stub, "127.0.0.1", port)
+    arrivals: list[float] = []
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: Stub(arrivals), "127.0.0.1", port)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 
