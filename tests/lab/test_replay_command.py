@@ -12,6 +12,8 @@ import pytest
 from stanchion.cli import arms
 from stanchion.cli.bench import stub
 from stanchion.cli.bench.replay import serving
+from stanchion.cli.detect import Asked as Look
+from stanchion.cli.detect import detect
 from stanchion.cli.main import main
 from stanchion.cli.replay import replay, report
 from stanchion.cli.replay_asked import Asked
@@ -144,3 +146,24 @@ def test_a_cluster_is_started_for_each_ratio(trace: Path) -> None:
         folder = trace.parent / "run" / name
         assert read_header(folder).arm == name.removeprefix("pd-").replace("-", ":")
         assert all(one.ending == "completed" for one in read_results(folder))
+
+
+@pytest.mark.soak
+def test_a_recording_is_replayed_and_answered_alike(trace: Path) -> None:
+    """Record, replay, detect: what was recorded with its content has the same answers again, also
+    to copies that share no cache."""
+    kept, first, again = (trace.parent / name for name in ("kept", "first", "again"))
+    flags = ["hashed", "--integrity", "off"]
+    with arms.serving(
+        [*flags, "--record", str(kept), "--record-content"], trace.parent / "log"
+    ) as url:
+        made = {"block_tokens": 16, "max_tokens": 8, "tokenizer": "hashed", "first": 20}
+        assert replay(asked(trace, url, out=str(first), **made), quiet=True).requests == 20
+    with arms.serving(flags, trace.parent / "log") as url:
+        header = replay(asked(kept, url, out=str(again), loop="session", copies=2), quiet=True)
+    assert header.requests == 40
+    results = list(read_results(again))
+    assert [one.ending for one in results] == ["completed"] * 40
+    assert len({msgspec.json.decode(one.body).get("cache_salt") for one in results}) == 2
+    told = detect(Look(again, first, tokenizer="hashed", quiet=True))
+    assert [one.truth for one in told.findings] == ["same"] * 40
