@@ -54,10 +54,13 @@ def _guidellm(home: Path, url: str, trace: Path, out: Path) -> Sequence[str]:
         "source": {"kind": "json_file", "path": str(trace)},
         "hash_id_block_size": stub.BLOCK,
     }
+    backend = {"kind": "openai_http", "target": url, "model": stub.MODEL}
     return [
-        str(home / "guidellm/bin/guidellm"), "run", "--target", url, "--model", stub.MODEL,
-        "--processor", "local/tiny", "--profile", "kind=replay,schedule_turn=timestamp",
-        "--data", json.dumps(data), "--output-path", str(out / "out.json"),
+        str(home / "guidellm/bin/guidellm"), "run", "--backend", json.dumps(backend),
+        "--tokenizer", json.dumps({"kind": "huggingface_auto", "model": "local/tiny"}),
+        "--profile", "kind=replay,schedule_turn=timestamp", "--data", json.dumps(data),
+        "--output", json.dumps({"kind": "json", "path": str(out / "out.json")}),
+        "--disable-console",
     ]  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 # Runs AIPerf and guidellm over the traces of `stanchion bench replay`, against its stub, each in an
 # environment of its own (1.2 GB and 1.6 GB), and writes what `bench replay` puts beside us:
 #
-#   runs/replay_peers.sh peers.json [FOLDER for the environments]
+#   runs/replay_peers.sh peers.json [FOLDER for the environments] [--rates 50 --seconds 5 --runs 1]
 #   STANCHION_PEERS=peers.json stanchion bench replay
 set -euo pipefail
 out=${1:?runs/replay_peers.sh OUT.json [FOLDER]}
@@ -31,4 +31,4 @@ mkdir -p "$cache/refs" "$cache/snapshots/$revision"
 printf %s "$revision" > "$cache/refs/main"
 cp "$here"/stanchion/model/tiny/*.json "$here"/stanchion/model/tiny/*.jinja "$cache/snapshots/$revision/"
 
-exec "$python" "$here/runs/replay_peers.py" --home "$home" --json "$out"
+exec "$python" "$here/runs/replay_peers.py" --home "$home" --json "$out" "${@:3}"
