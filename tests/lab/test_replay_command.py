@@ -131,6 +131,14 @@ def test_what_cannot_be_run_is_told(
     assert "not empty" in capsys.readouterr().err
 
 
+def test_a_missing_extra_is_named(
+    trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("stanchion.cli.run.find_spec", lambda name: None)
+    assert main(["replay", str(trace), "--out", "x", "--url", "http://127.0.0.1:1"]) == 2
+    assert "stanchion[lab]" in capsys.readouterr().err
+
+
 def test_ratios_are_read() -> None:
     assert arms.ratios("1:1, 2:1,1:2") == [(1, 1), (2, 1), (1, 2)]
     for wrong in ("", "1", "0:1", "1:x", "-1:1"):
