@@ -243,6 +243,9 @@ def test_the_gateway_and_the_simulator_run_without_torch() -> None:
     imported += "import stanchion.disagg.handoff, stanchion.disagg.prefill\n"
     imported += "import stanchion.disagg.decode, stanchion.sim.hunt\n"
     imported += "import stanchion.lab.formats.sniff, stanchion.lab.anonymise.export\n"
+    imported += "import stanchion.lab.stats_sessions, stanchion.lab.replay_client\n"
+    imported += "import stanchion.lab.detect_table, stanchion.lab.ablate, stanchion.lab.report\n"
+    imported += "import stanchion.cli.replay, stanchion.cli.ablate, stanchion.cli.report\n"
     imported += "import stanchion.cli.supervisor, stanchion.cli.plan"
     done = subprocess.run(
         [sys.executable, "-c", blocked + imported], capture_output=True, text=True, check=False

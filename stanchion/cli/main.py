@@ -405,7 +405,10 @@ def _run_chat(arguments: argparse.Namespace) -> int:
 def _bench(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "name",
-        choices=["engine", "handoff", "tiers", "layersplit", "gateway", "monitor", "recording"],
+        choices=[
+            *("engine", "handoff", "tiers", "layersplit", "gateway", "monitor"),
+            *("recording", "replay"),
+        ],
         help="which benchmark",
     )
     command.add_argument("--quick", action="store_true", help="smaller and shorter: minutes")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -151,7 +152,13 @@ def _asked(said: argparse.Namespace) -> Asked:
     )  # fmt: skip
 
 
+def _wants_client() -> None:
+    if find_spec("aiohttp") is None:
+        raise ConfigError("this command wants the extra `lab`: pip install 'stanchion[lab]'")
+
+
 def _run_replay(said: argparse.Namespace) -> int:
+    _wants_client()
     from stanchion.cli import replay
     from stanchion.cli.arms import sweep
 
@@ -201,6 +208,7 @@ def _ablate(command: argparse.ArgumentParser) -> None:
 
 
 def _run_ablate(said: argparse.Namespace) -> int:
+    _wants_client()
     from stanchion.cli.ablate import ablate, dry
     from stanchion.lab.ablate import words
 

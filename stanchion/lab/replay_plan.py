@@ -340,7 +340,12 @@ def _end(one: Recorded) -> float:
 
 
 def _gap(ordered: Sequence[Recorded], after: Sequence[int], at: int) -> float:
+    """What the client waited: from the last end to this arrival. A trace that has no ends may say
+    it itself (one that has both rounds it, so ends come first); but nobody waited longer than from
+    one arrival to the next."""
     one = ordered[at]
-    if len(after) == 1 and one.think_s is not None and one.agent == ordered[after[0]].agent:
-        return max(one.think_s, 0.0)
-    return max(one.times.arrival - max(_end(ordered[earlier]) for earlier in after), 0.0)
+    apart = one.times.arrival - max(_end(ordered[earlier]) for earlier in after)
+    unknown = all(ordered[earlier].times.end is None for earlier in after)
+    if unknown and one.think_s is not None:
+        apart = min(one.think_s, apart)
+    return max(apart, 0.0)

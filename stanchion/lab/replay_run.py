@@ -278,7 +278,7 @@ def _result(
         finish=heard.finish,
         error=heard.error,
         input_tokens=heard.input_tokens,
-        output_tokens=heard.output_tokens or (len(heard.tokens) or None),
+        output_tokens=heard.counted,
         cached_tokens=heard.cached_tokens,
         text="".join(heard.texts),
         reasoning="".join(heard.reasonings),

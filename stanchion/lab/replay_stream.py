@@ -123,6 +123,13 @@ class Heard:
         """Tokens that came, as well as is known: a client without ids counts pieces."""
         return len(self.tokens) or self.pieces
 
+    @property
+    def counted(self) -> int | None:
+        """Tokens that the server counted, or gave ids of: so also of an answer that was cut off."""
+        if self.output_tokens is not None:
+            return self.output_tokens
+        return len(self.tokens) or None
+
     def calls_in_order(self) -> tuple[str, ...]:
         return tuple("".join(self.calls[at]) for at in sorted(self.calls))
 

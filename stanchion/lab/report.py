@@ -346,14 +346,31 @@ def _pressure(found: Sequence[Run]) -> Section:
         _Bar(f"{low} to {high}", Rate(sum(bad for _, bad in group), len(group)), "")
         for low, high, group in groups
     ]
-    table = Table(
-        ("others in flight", "anomalies", f"per {PER:,} (exact 95 %)"),
-        tuple((one.name, f"{one.rate.events} of {one.rate.trials}", _interval(one.rate))
-              for one in bars),
-    )  # fmt: skip
-    plots = ((f"Anomalies per {PER:,} by requests in flight", _rate_plot(bars)),)
+    tables = [_pressure_table("others in flight", bars)]
+    plots = [(f"Anomalies per {PER:,} by requests in flight", _rate_plot(bars))]
+    speeds = _by_speed(found, event)
+    if len(speeds) > 1:
+        tables.append(_pressure_table("speed of the trace's time", speeds))
+        plots.append((f"Anomalies per {PER:,} by speed", _rate_plot(speeds)))
     words = ("Answers in groups of like size, by how many others were in flight at their send.",)
-    return Section("Pressure", words, (table,), plots)
+    return Section("Pressure", words, tuple(tables), tuple(plots))
+
+
+def _by_speed(found: Sequence[Run], event: str) -> list[_Bar]:
+    """Where a load went up in stages, or runs had other speeds: dose and response."""
+    told: dict[float, list[bool]] = {}
+    for one in found:
+        for finding in one.findings:
+            if event != "truth" or finding.truth != "unknown":
+                told.setdefault(finding.speed, []).append(_is_event(finding, event))
+    return [_Bar(f"{speed:g}", Rate(sum(bad), len(bad)), "") for speed, bad in sorted(told.items())]
+
+
+def _pressure_table(what: str, bars: Sequence[_Bar]) -> Table:
+    rows = [
+        (one.name, f"{one.rate.events} of {one.rate.trials}", _interval(one.rate)) for one in bars
+    ]
+    return Table((what, "anomalies", f"per {PER:,} (exact 95 %)"), tuple(rows))
 
 
 Group = tuple[int, int, list[tuple[int, bool]]]

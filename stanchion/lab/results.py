@@ -61,7 +61,7 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True):
     end: float
     gap_s_max: float | None = None
     speed: float = 1.0
-    in_flight: Count = 0  # others, when it was sent
+    in_flight: Count = 0  # others of its process, when it was sent
     status: int | None = None
     ending: Ending
     finish: str | None = None

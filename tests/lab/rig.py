@@ -59,6 +59,7 @@ class Scripted:
     open: int = 0
     most_open: int = 0
     left: int = 0  # connections that were closed before their end
+    yielded: int = 0  # pieces that were sent
 
     @asynccontextmanager
     async def post(self, path: str, body: bytes) -> AsyncIterator[_Reply]:
@@ -85,6 +86,7 @@ class _Reply:
     async def chunks(self) -> AsyncIterator[bytes]:
         for pause, data in self.pieces:
             await asyncio.sleep(pause)
+            self.server.yielded += 1
             yield data
         self.over = True
         if self.server.breaks:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from stanchion.cli import ablate as command
+from stanchion.cli.bench import stub
+from stanchion.cli.report import report
 from stanchion.core.errors import ConfigError
 from stanchion.core.recording import Recorded
 from stanchion.lab.ablate import analyse, check_size, needed, order, read, words
@@ -172,3 +175,42 @@ def test_a_dry_run_says_size_and_order(tmp_path: Path) -> None:
     path.write_text(PLAN)
     told = command.dry(path)
     assert "told apart" in told and told.count("block 1:") == 3
+
+
+# ---- the whole of it ------------------------------------------------------------------------
+
+WHOLE = """
+trace = "{trace}"
+requests = 60
+block = 30
+baseline = "fault"
+expect = [0.3, 0.0]
+underpowered = true
+replay = {{speed = "20", tokenizer = "hashed", as_ids = true, block_tokens = 64, max_tokens = 24}}
+reference = {{serve = "hashed --integrity off"}}
+[arms.fault]
+serve = "{pair} --set lab.failpoints=release_before_drained"
+[arms.fixed]
+serve = "{pair}"
+"""
+PAIR = (
+    "hashed --integrity off --prefill 2 --decode 1 --kv-memory 0.001 --prefill-deadline 0.06 "
+    "--set lab.slow_transfer_ms=30"
+)
+
+
+@pytest.mark.soak
+def test_from_a_plan_to_its_page(tmp_path: Path) -> None:
+    """Real servers, one of them with a historic fault. What it finds depends on the machine's time;
+    that the fixed arm is never wrong does not."""
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(map(json.dumps, stub.trace(20, 3.0))) + "\n")
+    path = tmp_path / "plan.toml"
+    path.write_text(WHOLE.format(trace=trace, pair=PAIR))
+    told = command.ablate(path, tmp_path / "out", quiet=True)
+    assert {one.arm: one.events for one in told.arms}["fixed"] == 0
+    again = command.ablate(path, tmp_path / "out", quiet=True)  # all blocks are done
+    assert again == told
+    page, twin = report([tmp_path / "out"], tmp_path / "page")
+    assert "| fixed | 0 of" in twin.read_text() and "<svg" in page.read_text()
+    assert "Failpoints were armed: release_before_drained" in twin.read_text()

@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 
 from stanchion.cli import detect as command
 from stanchion.core.acceptance import accept_length, accept_rate
+from stanchion.core.errors import ConfigError
 from stanchion.core.messages import Spec
+from stanchion.gateway.monitor.baseline import learn
+from stanchion.gateway.monitor.baseline import write as write_baselines
 from stanchion.gateway.monitor.witness import Scale
 from stanchion.gateway.tokens import byte_vocabulary
 from stanchion.lab.detect import Eyes, Finding, Reference, compare, find, question
@@ -287,3 +290,19 @@ def test_a_run_is_held_against_its_reference(tmp_path: Path) -> None:
     page = (tmp_path / "run" / command.TO_READ).read_text()
     assert "1000.00 (211.17 to 2652.88) per 10,000; 3 of 30" in page
     assert page.count("### r") == 3
+
+
+def test_baselines_of_other_models_are_not_taken(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", [result("abc", points=points(*ALL))])
+    told = command.detect(command.Asked(run, quiet=True))
+    assert told.findings[0].by["calibrated"] is None  # nobody learnt what this model is like
+    one = learn("hashed", "1", K, "any", [[1, 2] * 64])
+    file = tmp_path / "baselines.json"
+    file.write_bytes(write_baselines([one]))
+    told = command.detect(command.Asked(run, baselines=file, quiet=True))
+    assert told.findings[0].by["calibrated"] is True
+    file.write_bytes(write_baselines([one, msgspec.structs.replace(one, revision="2")]))
+    with pytest.raises(ConfigError, match="2 baselines of hashed"):
+        command.detect(command.Asked(run, baselines=file, quiet=True))
+    with pytest.raises(ConfigError, match="cannot read"):
+        command.detect(command.Asked(run, baselines=tmp_path / "none", quiet=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,14 @@ from stanchion.core.recording import Content, Recorded, Times
 from stanchion.core.request import Sampling
 from stanchion.gateway.tokens import Vocabulary, load_vocabulary
 from stanchion.lab import corpus
+from stanchion.lab.formats.sniff import read
 from stanchion.lab.replay_body import Bodies
 from stanchion.lab.replay_plan import Pace, Stage, one_by_one, pace, plan, resumed, share
 from stanchion.lab.replay_run import Limits
 from stanchion.lab.replay_stream import StreamFold
 from stanchion.lab.replay_text import Scale, Stretches, prompt
 from stanchion.lab.replay_timing import itl_s, lateness, timing, verdict
-from stanchion.lab.results import Result, Writer, read_results
+from stanchion.lab.results import Loop, Result, Writer, read_results
 
 from .rig import (
     DONE,
@@ -166,6 +168,50 @@ def test_an_agent_waits_for_its_sub_agents() -> None:
     assert results["main 1"].due == pytest.approx(results["sub 1"].end + 1.0)
 
 
+def as_served(trace: list[Recorded]) -> tuple[list[Recorded], Scripted]:
+    """The trace with bodies that name its requests, and a server that takes as long as was
+    recorded."""
+    named, took = [], {}
+    for one in trace:
+        body = {"messages": [{"role": "user", "content": one.request}]}
+        named.append(msgspec.structs.replace(one, content=Content(body=body)))
+        took[one.request] = (one.times.end or one.times.arrival) - one.times.arrival
+    return named, Scripted(lambda path, body: plain(after_s=took[body["messages"][0]["content"]]))
+
+
+def check_reproduced(trace: list[Recorded], loop: Loop) -> None:
+    named, server = as_served(trace)
+    results = {one.request: one for one in replay(plan(named, loop, ONE, aborts=False), server)}
+    begun = min(one.times.arrival for one in trace)
+    for one in trace:
+        told = results[one.request]
+        wanted = one.times.arrival - begun
+        assert told.send == pytest.approx(wanted, rel=0.01, abs=0.01), one.request
+        if one.times.end is not None:
+            assert told.end == pytest.approx(one.times.end - begun, rel=0.01, abs=0.01)
+
+
+@pytest.mark.parametrize("loop", ["open", "session"])
+def test_a_server_as_fast_as_the_recorded_one_gives_the_recorded_times(loop: Loop) -> None:
+    check_reproduced(SUBAGENTS, loop)
+
+
+@pytest.mark.parametrize("loop", ["open", "session"])
+def test_recorded_sessions_of_claude_code_are_reproduced(loop: Loop) -> None:
+    folder = os.environ.get("STANCHION_TRACES")
+    if folder is None:
+        pytest.skip("STANCHION_TRACES is not set")
+    trace = list(read(Path(folder) / "weka_claude_code_sessions.jsonl.gz"))
+    check_reproduced(trace, loop)
+
+
+def test_a_trace_without_ends_says_itself_how_long_its_clients_waited() -> None:
+    trace = [recorded("a", 0.0, session="s"),
+             recorded("b", 60.0, session="s", turn=1, think_s=4.0)]  # fmt: skip
+    server = Scripted(lambda path, body: plain(after_s=2.0))
+    assert replay(plan(trace, "session", ONE), server)[1].due == pytest.approx(2.0 + 4.0)
+
+
 def test_what_failed_holds_nobody_up() -> None:
     trace = [recorded("a", 0.0, session="s", end=1.0), recorded("b", 3.0, session="s", turn=1)]
     server = Scripted(lambda path, body: [(0.1, b"")], status=500)
@@ -239,6 +285,30 @@ def test_clients_leave_as_they_did() -> None:
     assert server.left == 2
     stay = replay(plan(trace, "open", ONE, aborts=False), Scripted(lambda path, body: plain()))
     assert [one.ending for one in stay] == ["completed", "completed"]
+
+
+def test_what_was_said_to_clients_that_left_is_on_the_books() -> None:
+    """D23: 1,000 streams, most of them cut at random. Every one has one result, and the tokens of
+    all results are those that the server had sent."""
+    rng = np.random.default_rng(23)
+    trace = []
+    for at in range(1000):
+        tokens, patience = int(rng.integers(0, 12)), float(rng.uniform(0.0, 1.2))
+        cut = left(patience, tokens) if rng.integers(8) else None
+        trace.append(recorded(f"r{at}", 0.01 * at, aborted=cut))
+    server = Scripted(lambda path, body: [(0.1, one_token(at)) for at in range(10)])
+    results = replay(plan(trace, "open", ONE), server)
+    assert len({one.key for one in results}) == len(results) == 1000
+    heard = [one.output_tokens or 0 for one in results]
+    assert sum(heard) == server.yielded
+    assert [len(one.tokens) for one in results] == heard
+    kinds = timing(results).endings
+    assert kinds["aborted"] > 600 and kinds["completed"] > 50 and kinds["failed"] == 0
+
+
+def one_token(number: int) -> bytes:
+    choice = {"index": 0, "text": "x", "token_ids": [number]}
+    return chunk(choices=[choice | {"finish_reason": "length" if number == 9 else None}])
 
 
 def test_whoever_is_slow_for_ever_has_failed() -> None:

@@ -106,6 +106,21 @@ def test_pressure_has_groups_of_like_size() -> None:
     assert [len(some) for _, _, some in quantiles([(3, True)] * 9, 4)] == [9]
 
 
+def test_stages_of_speed_are_dose_and_response() -> None:
+    one = runs()[1]
+    faster = tuple(
+        msgspec.structs.replace(finding, speed=1.0 if at < 40 else 4.0)
+        for at, finding in enumerate(one.findings)
+    )
+    (section,) = [
+        section
+        for section in sections([Run(one.name, one.header, one.results, faster)])
+        if section.title == "Pressure"
+    ]
+    assert [row[:2] for row in section.tables[1].rows] == [("1", "0 of 40"), ("4", "6 of 20")]
+    assert len(section.plots) == 2
+
+
 def test_a_run_that_is_not_valid_says_so_first() -> None:
     (one, _) = runs()
     late = Run(one.name, msgspec.structs.replace(one.header, valid=False, why="late"), one.results)

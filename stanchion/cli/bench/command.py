@@ -97,6 +97,10 @@ def _bench(name: str, quick: bool, folders: Folders) -> Bench:
         from stanchion.cli.bench import recording
 
         return recording.Bench(model_folder("tiny"), recording.QUICK if quick else recording.FULL)
+    if name == "replay":
+        from stanchion.cli.bench import replay
+
+        return replay.Bench(model_folder("tiny"), replay.QUICK if quick else replay.FULL)
     from stanchion.cli.bench import handoff
 
     return handoff.Bench(model_folder("tiny"), handoff.QUICK if quick else handoff.FULL)
