@@ -192,8 +192,8 @@ def left(client: httpx.Client, url: str) -> float:
         "temperature": 1.0, "seed": 1,
     }  # fmt: skip
     with client.stream("POST", "/v1/completions", json=body) as reply:
-        next(reply.iter_text())
-        until(lambda: running(url) > 0, "nothing runs that could be left")
+        first = next(reply.iter_text())
+        until(lambda: running(url) > 0, f"nothing runs that could be left: {first}")
     began = time.monotonic()
     until(lambda: running(url) == 0, "the server goes on for a client that left")
     return round(time.monotonic() - began, 3)
