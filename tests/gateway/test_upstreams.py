@@ -363,6 +363,15 @@ def test_more_than_was_asked_for(of_kind: OfKind, kind: Kind) -> None:
     assert not done and said[-1]["error"]["code"] == "output_suspect"
 
 
+@pytest.mark.parametrize("kind", IDS)
+def test_a_body_is_bounded(of_kind: OfKind, kind: Kind) -> None:
+    gateway, server = of_kind(kind)
+    server.edit = lambda said, body: [json.dumps(said[0]).encode() + b" " * 2**22]
+    reply = whole(gateway.client, prompt="xyz", prompt_logprobs=0, max_tokens=4)
+    assert reply.json()["error"]["code"] == "worker_lost"
+    assert "more than" in reply.json()["error"]["message"]
+
+
 def test_text_without_end(of_kind: OfKind) -> None:
     gateway, server = of_kind("openai")
     chunk = {"choices": [{"text": "word " * 1000}]}
@@ -748,6 +757,10 @@ def test_a_server_is_lost_and_found(tmp_path: Path) -> None:
         gateway.until_ready()
         assert streamed(gateway.client)[0] == TEXT
         assert values(gateway.client)[f"stanchion:worker_lost_total|both|{server.name}"] == 1
+        server.health = 429  # busy, and there
+        looks = server.looks
+        until(lambda: server.looks > looks + 3)
+        assert gateway.client.get("/ready").json()["ready"]
         server.health = 503  # its engine is dead
         gateway.until_ready(False)
 
