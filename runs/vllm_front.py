@@ -38,11 +38,12 @@ MODULES = (
     "fileinput", "fnmatch", "fractions", "functools", "getopt", "glob",
 )  # fmt: skip
 PROMPT_CHARACTERS = 900
-ANSWER_TOKENS = 48
+ANSWER_TOKENS = 32
 CONTEXT = 2048
 READY_S, ANSWER_S, LEFT_S = 300.0, 300.0, 60.0
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+Tell = Callable[[str, dict[str, Any]], None]
 COUNTED = ("witness_verdicts", "quality_retries", "request_retries", "output_anomalies")
 
 
@@ -98,9 +99,11 @@ def vllm(cache: Path, folder: Path, *flags: str, model: str = "model") -> Iterat
     ]  # fmt: skip
     settings = {
         "HF_HUB_OFFLINE": "1",
+        "KMP_BLOCKTIME": "0",
         "OMP_NUM_THREADS": "1",
         "UCX_TLS": "tcp,self",
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # each binds itself to the first core otherwise
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side),
         "VLLM_NO_USAGE_STATS": "1",
     }
@@ -192,8 +195,8 @@ def left(client: httpx.Client, url: str) -> float:
         "temperature": 1.0, "seed": 1,
     }  # fmt: skip
     with client.stream("POST", "/v1/completions", json=body) as reply:
-        next(reply.iter_text())
-        until(lambda: running(url) > 0, "nothing runs that could be left")
+        first = next(reply.iter_text())
+        until(lambda: running(url) > 0, f"nothing runs that could be left: {first}")
     began = time.monotonic()
     until(lambda: running(url) == 0, "the server goes on for a client that left")
     return round(time.monotonic() - began, 3)
@@ -240,7 +243,7 @@ def _post(url: str, body: dict[str, Any]) -> Any:
 # ---- the check ------------------------------------------------------------------------------
 
 
-def single(cache: Path, folder: Path, texts: Sequence[str]) -> dict[str, Any]:
+def single(cache: Path, folder: Path, texts: Sequence[str], tell: Tell) -> None:
     drafts = ("--speculative-config", json.dumps(DRAFTS))
     metrics = ("--per-request-spec-decode-metrics", "summary")
     with vllm(cache, folder, *drafts, *metrics) as url:
@@ -248,35 +251,32 @@ def single(cache: Path, folder: Path, texts: Sequence[str]) -> dict[str, Any]:
             plain = [(one, completed(direct, one)) for one in texts]
             chats = [(one, chatted(direct, one)) for one in texts[: len(texts) // 2]]
         with front(cache, folder, "--upstream", url) as client:
-            return {
-                "completions": compare(client, completed, plain),
-                "chats": compare(client, chatted, chats),
-                "left_s": left(client, url),
-                "counted": counted(client),
-            }
+            said = compare(client, completed, plain)
+            more = {"chats": compare(client, chatted, chats), "left_s": left(client, url)}
+            tell("single", said | more | {"counted": counted(client)})
 
 
-def several(cache: Path, folder: Path, texts: Sequence[str]) -> dict[str, Any]:
+def several(cache: Path, folder: Path, texts: Sequence[str], tell: Tell) -> None:
     handing = ("--kv-transfer-config", json.dumps(NIXL))
     with ExitStack() as stack:
         first, second = (stack.enter_context(vllm(cache, folder, *handing)) for _ in range(2))
         with httpx.Client(base_url=first, timeout=ANSWER_S, trust_env=False) as direct:
             plain = [(one, completed(direct, one)) for one in texts]
-        found: dict[str, Any] = {"gaps": gaps(first, second, texts)}
         sides = ("--upstream-prefill", first, "--upstream-decode", second)
         with front(cache, folder, *sides) as client:
-            found["pair"] = compare(client, completed, plain) | {"counted": counted(client)}
-            found["pair"]["kv_blocks_moved"] = _moved(second)
+            pair = compare(client, completed, plain)
+            tell("pair", pair | {"transfers": _moved(second), "counted": counted(client)})
         both = ("--upstream", first, "--upstream", second, "--integrity", "strict")
         with front(cache, folder, *both) as client:
-            found["witnessed"] = compare(client, completed, plain) | {"counted": counted(client)}
+            witnessed = compare(client, completed, plain)
+            tell("witnessed", witnessed | {"counted": counted(client)})
+        tell("gaps", gaps(first, second, texts))
         sick = stack.enter_context(vllm(cache, folder, model="sick"))
         lenient = ("--set", "gateway.retries_spare=1000")
         with front(cache, folder, *both, "--upstream", sick, *lenient) as client:
-            found["sick"] = compare(client, completed, plain) | {"counted": counted(client)}
+            served = compare(client, completed, plain) | {"counted": counted(client)}
         with httpx.Client(base_url=sick, timeout=ANSWER_S, trust_env=False) as direct:
-            found["sick"]["alone"] = compare(direct, completed, plain)
-    return found
+            tell("sick", served | {"alone": compare(direct, completed, plain)})
 
 
 def _moved(url: str) -> float:
@@ -295,21 +295,23 @@ def main() -> None:
     asked.add_argument("--json", metavar="FILE")
     given = asked.parse_args()
     texts = prompts(given.requests)
+    found: dict[str, Any] = {
+        "requests": given.requests,
+        "answer_tokens": ANSWER_TOKENS,
+        "vllm": "0.32.0 (CPU, bfloat16)",
+        "python": platform.python_version(),
+    }
+
+    def tell(name: str, said: dict[str, Any]) -> None:
+        found[name] = said
+        print(name, json.dumps(said), flush=True)
+        if given.json:
+            Path(given.json).write_text(json.dumps(found, indent=1) + "\n")
+
     with tempfile.TemporaryDirectory() as folder:
-        found = {
-            "requests": given.requests,
-            "answer_tokens": ANSWER_TOKENS,
-            "vllm": "0.32.0 (CPU, bfloat16)",
-            "python": platform.python_version(),
-            "single": single(given.cache, Path(folder), texts),
-            **several(given.cache, Path(folder), texts),
-        }
-    said = json.dumps(found, indent=1)
-    print(said)
-    if given.json:
-        Path(given.json).write_text(said + "\n")
-    right = found["single"]["completions"], found["pair"], found["witnessed"], found["sick"]
-    if any(one["different"] for one in right):
+        several(given.cache, Path(folder), texts, tell)
+        single(given.cache, Path(folder), texts, tell)
+    if any(found[name]["different"] for name in ("single", "pair", "witnessed", "sick")):
         sys.exit("a client got another text than vLLM's own")
 
 

@@ -51,6 +51,7 @@ class Foreign:
     headers: list[dict[str, str]] = field(default_factory=list)
     left: int = 0  # connections that were closed before their answer was over
     health: int = 200
+    looks: int = 0  # at its health
     port: int = 0
 
     def __post_init__(self) -> None:
@@ -136,6 +137,7 @@ class Foreign:
             info = {"disaggregation_bootstrap_port": 8998, "model_path": "/m", "version": "0.5"}
             facts |= {"/get_server_info": info, "/health": {}}
         if path == "/health" and self.kind != "openai":
+            self.looks += 1
             return web.Response(status=self.health)
         if path == "/metrics" and self.kind == "vllm":
             return web.Response(text=METRICS)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import anthropic
@@ -14,7 +18,7 @@ import httpx
 import openai
 import pytest
 
-from stanchion.gateway.tokens import byte_vocabulary
+from stanchion.gateway.tokens import byte_vocabulary, load_vocabulary
 from stanchion.gateway.upstream.client import Patience
 from stanchion.gateway.upstream.passage import text_vocabulary
 from stanchion.gateway.upstream.place import place
@@ -357,6 +361,15 @@ def test_more_than_was_asked_for(of_kind: OfKind, kind: Kind) -> None:
         more["meta_info"]["output_token_logprobs"] = [[-1.0, 65, None]] * 9  # type: ignore[index]
     _, said, done = streamed(gateway.client, max_tokens=4)
     assert not done and said[-1]["error"]["code"] == "output_suspect"
+
+
+@pytest.mark.parametrize("kind", IDS)
+def test_a_body_is_bounded(of_kind: OfKind, kind: Kind) -> None:
+    gateway, server = of_kind(kind)
+    server.edit = lambda said, body: [json.dumps(said[0]).encode() + b" " * 2**22]
+    reply = whole(gateway.client, prompt="xyz", prompt_logprobs=0, max_tokens=4)
+    assert reply.json()["error"]["code"] == "worker_lost"
+    assert "more than" in reply.json()["error"]["message"]
 
 
 def test_text_without_end(of_kind: OfKind) -> None:
@@ -744,6 +757,10 @@ def test_a_server_is_lost_and_found(tmp_path: Path) -> None:
         gateway.until_ready()
         assert streamed(gateway.client)[0] == TEXT
         assert values(gateway.client)[f"stanchion:worker_lost_total|both|{server.name}"] == 1
+        server.health = 429  # busy, and there
+        looks = server.looks
+        until(lambda: server.looks > looks + 3)
+        assert gateway.client.get("/ready").json()["ready"]
         server.health = 503  # its engine is dead
         gateway.until_ready(False)
 
@@ -780,3 +797,84 @@ def test_events_of_a_stream_end_once(of_kind: OfKind) -> None:
     reasons = [one["choices"][0]["finish_reason"] for one in events(reply.text)]
     assert [one for one in reasons if one] == ["stop"]
     assert reply.text.endswith("data: [DONE]\n\n") and EOS in TOKENS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_storm_of_cuts_refusals_and_leavers(tmp_path: Path, kind: Kind) -> None:
+    """Every answer is the whole text, or a prefix and an error; nothing is left in any table."""
+    random = Random(7)
+    with Foreign(kind) as first, Foreign(kind) as second, front(tmp_path, first, second) as gateway:
+
+        def edit(said: Events, body: dict[str, Any]) -> Events:
+            cut = random.choice([None, None, None, 0, 1, len(said) // 2])
+            return said if cut is None else [*said[:cut], CUT]
+
+        for server in (first, second):
+            server.edit = edit
+            server.refuse = [Refusal(503)] * 5 + [CUT] * 5
+
+        def ask(number: int) -> bool:
+            wanted = BODY | {"stream": True}
+            if number % 4 == 0:
+                with gateway.client.stream("POST", "/v1/completions", json=wanted) as reply:
+                    next(reply.iter_bytes())
+                return False
+            text, said, done = streamed(gateway.client)
+            assert text == TEXT if done else TEXT.startswith(text) and said[-1]["error"]
+            return done
+
+        with ThreadPoolExecutor(8) as pool:
+            done = sum(pool.map(ask, range(120)))
+        assert done > 20
+        names = [first.name, second.name]
+        until(
+            lambda: all(
+                values(gateway.client)[f"stanchion:requests_in_flight|both|{name}"] == 0
+                for name in names
+            )
+        )
+        seen = values(gateway.client)
+        for name in names:
+            assert seen[f"stanchion:unknown_messages_total|both|{name}"] == 0
+            assert seen[f"stanchion:worker_lost_total|both|{name}"] == 0
+
+
+# ---- the command ----------------------------------------------------------------------------
+
+COMMAND = """
+import sys
+sys.modules["torch"] = sys.modules["numba"] = None
+from stanchion.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def _command(*flags: str) -> list[str]:
+    return [sys.executable, "-c", COMMAND, "gateway", "--port", "0", *flags]
+
+
+def test_the_command_serves_without_torch_and_drains(tmp_path: Path) -> None:
+    folder = Path(__file__).parents[2] / "stanchion/model/tiny"
+    size = load_vocabulary(folder).size
+    with Foreign("vllm") as first, Foreign("vllm") as second:
+        command = _command("--upstream", first.url, "--tokenizer", str(folder))
+        command += ["--upstream", f"vllm:{second.url}", "--integrity", "off"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as made:
+            assert made.stdout is not None
+            said = next(line for line in made.stdout if line.startswith("stanchion is at "))
+            url = said.split()[3].rstrip(",")
+            with httpx.Client(base_url=url, timeout=30, trust_env=False) as client:
+                reply = whole(client, prompt=[1], max_tokens=400, return_token_ids=True).json()
+            made.terminate()
+            assert made.wait(30) == 0
+        assert reply["choices"][0]["token_ids"] == TOKENS[:400] and size > max(TOKENS)
+        (body,) = first.bodies("/v1/completions") + second.bodies("/v1/completions")
+        assert "logprobs" not in body, "in `off` nobody looks at them"
+
+
+def test_the_command_says_why_it_cannot(tmp_path: Path) -> None:
+    with Foreign("openai") as server:
+        folder = Path(__file__).parents[2] / "stanchion/model/tiny"
+        command = _command("--upstream", server.url, "--tokenizer", str(folder))
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2 and "leave --tokenizer out" in done.stderr

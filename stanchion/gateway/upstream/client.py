@@ -74,7 +74,7 @@ class Server:
                 await _check(reply)
                 return await _body(reply, bytes_max)
         except TimeoutError:
-            raise Wrong(PeerLost("the server did not answer in time")) from None
+            raise Wrong(PeerLost("the server did not answer in time"), "silent") from None
         except GONE as error:
             raise _gone(error) from None
 
@@ -88,7 +88,7 @@ class Server:
                     for event in events.push(part):
                         yield event
         except TimeoutError:
-            raise Wrong(PeerLost("the server went silent amid an answer")) from None
+            raise Wrong(PeerLost("the server went silent amid an answer"), "silent") from None
         except GONE as error:
             raise _gone(error) from None
 
@@ -104,7 +104,8 @@ class Server:
 async def _check(reply: aiohttp.ClientResponse) -> None:
     if not 200 <= reply.status < 300:
         body = await reply.content.read(ERROR_BYTES)
-        raise Wrong(refusal(reply.status, reply.headers.get("retry-after"), body), gone=True)
+        outcome = refusal(reply.status, reply.headers.get("retry-after"), body)
+        raise Wrong(outcome, "gone" if reply.status >= 500 else "there")
 
 
 async def _body(reply: aiohttp.ClientResponse, bytes_max: int) -> bytes:
@@ -118,4 +119,4 @@ async def _body(reply: aiohttp.ClientResponse, bytes_max: int) -> bytes:
 
 def _gone(error: Exception) -> Wrong:
     # Its words may hold the address, never anything that was asked or answered.
-    return Wrong(PeerLost(f"the connection to the server failed: {type(error).__name__}"), True)
+    return Wrong(PeerLost(f"the connection to the server failed: {type(error).__name__}"), "gone")

@@ -74,14 +74,12 @@ class Upstreams:
         self, place: Place, server: Server, fleet: Watched, tasks: asyncio.TaskGroup
     ) -> None:
         """Life after life, until it is cancelled."""
-        lives = 0
+        life = 1
         while True:
             with suppress(Wrong):  # not there, or not yet: it is asked again
-                lives += 1
-                link = await self._seat(place, server, fleet, tasks, lives)
-                if link is None:
-                    lives -= 1
-                else:
+                link = await self._seat(place, server, fleet, tasks, life)
+                if link is not None:
+                    life += 1
                     await self._look(place, server, link)
             await asyncio.sleep(self._wanted.patience.poll_s)
 
@@ -162,8 +160,10 @@ class Upstreams:
                 await server.whole(Asked(link.health), FACTS_BYTES, patience.look_s)
                 load = await _load(server, link.wire) if looks % LOAD_EVERY == 0 else None
             except Wrong as wrong:
-                if wrong.gone and not link.lost:
+                if wrong.server == "gone":
                     link.lose("the server is not there")
+                if wrong.server == "there":
+                    link.looked(None)
             else:
                 link.looked(load)
         journal.write(

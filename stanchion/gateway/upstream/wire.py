@@ -27,6 +27,7 @@ from stanchion.core.outcome import (
 )
 
 Kind = Literal["vllm", "sglang", "openai"]
+Sight = Literal["there", "silent", "gone"]
 Message = Tokens | PromptScores | Ended
 Decoded = TypeVar("Decoded")
 
@@ -41,12 +42,12 @@ EVERYBODY = ("", "default")  # the tenants of a gateway without keys
 
 
 class Wrong(Exception):
-    """The attempt is over. `gone`: nothing is known of the server but that it is not there."""
+    """The attempt is over, and the server is `there`, `silent` or `gone` as far as that shows."""
 
-    def __init__(self, outcome: Outcome, gone: bool = False) -> None:
+    def __init__(self, outcome: Outcome, server: Sight = "there") -> None:
         super().__init__(str(outcome))
         self.outcome = outcome
-        self.gone = gone
+        self.server = server
 
 
 @dataclass(frozen=True)
