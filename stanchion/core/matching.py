@@ -60,17 +60,18 @@ class Matcher:
         return bits
 
     def say(self, tokens: Sequence[int]) -> bool:
-        """Take tokens of the answer; False once one of them has ended it: then no more may come.
-        Raise GrammarFault for one that the grammar does not have there."""
+        """Take tokens of the answer; False at one that ends it, which is not taken itself: the
+        library, rolled back over an end token, may be left where it was not (1.7.6).
+        Raise GrammarFault for a token that the grammar does not have there."""
         for token in tokens:
-            if not self._machine.consume_token(token):
-                self._sound()
             if token in self._ends:
                 return False
+            if not self._machine.consume_token(token):
+                self._sound()
         return True
 
     def back(self, count: int) -> None:
-        """Forget the last so many tokens."""
+        """Forget the last so many tokens that were taken."""
         if count and not self._machine.rollback(count):
             self._sound()
 

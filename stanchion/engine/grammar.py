@@ -42,7 +42,7 @@ class Path:
             return
         try:
             self._over = not self.matcher.say([draft])
-            self._taken += 1
+            self._taken += not self._over
         except GrammarFault as fault:
             self.fault = str(fault)
 
