@@ -11,6 +11,7 @@ are counted here, on the side that refuses too much.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Annotated, Any
@@ -69,23 +70,28 @@ def check(text: str) -> None:
         parts = msgspec.json.decode(text, type=Parts)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise TooLarge(f"no grammar: {error}") from None
+    check_whole([msgspec.to_builtins(part) for part in parts.grammars])
+
+
+def check_whole(parts: Sequence[Mapping[str, Any]]) -> None:
+    """The same, of its parts as they stand in the text."""
     tally = Tally()
-    for part in parts.grammars:
-        if part.lark_grammar is not None:
-            check_lark(part.lark_grammar, tally)
-        if part.json_schema is not None:
-            check_schema(part.json_schema, tally)
+    for part in parts:
+        if "lark_grammar" in part:
+            check_lark(part["lark_grammar"], tally)
+        if "json_schema" in part:
+            check_schema(part["json_schema"], tally)
 
 
 # ---- JSON Schema ----------------------------------------------------------------------------
 
 
 def check_schema(schema: Any, tally: Tally) -> None:
+    walk = _Walk(schema, tally)
+    levels = walk.visit(schema, 0)  # first: whatever is nested deeply cannot be encoded
     size = len(msgspec.json.encode(schema))
     if size > SCHEMA_BYTES_MAX:
         raise TooLarge(f"a schema of {size} bytes; at most {SCHEMA_BYTES_MAX}")
-    walk = _Walk(schema, tally)
-    levels = walk.visit(schema, 0)
     levels += sum(_depth(_at(schema, target)) or levels for target in walk.targets)
     if levels > LEVELS_MAX:
         raise TooLarge(f"with what it refers to, {levels} levels deep; at most {LEVELS_MAX}")
@@ -155,8 +161,11 @@ def _coefficient(number: float) -> int:
     decimal = Decimal(repr(number)) if isinstance(number, float) else Decimal(number)
     if not decimal.is_finite():
         raise TooLarge("multipleOf: no number")
-    digits = "".join(map(str, decimal.normalize().as_tuple().digits))
-    return int(digits) if len(digits) < 10 else COPIES_MAX + 1
+    _, digits, exponent = decimal.normalize().as_tuple()
+    zeros = max(int(exponent), 0)
+    if len(digits) + zeros > 9:
+        return COPIES_MAX + 1
+    return int("".join(map(str, digits))) * 10**zeros
 
 
 def _at(schema: Any, target: str) -> Any:
@@ -191,13 +200,13 @@ _LARK_REPEAT = re.compile(r"~\s*(\d+)(?:\s*\.\.\s*(\d+))?")
 
 
 def regex_copies(pattern: str) -> int:
-    """How many atoms there are once counted repeats are written out. What is no regular expression
+    """How many atoms counted repeats add once they are written out. What is no regular expression
     has some number too: whoever compiles it will say so."""
     if len(pattern) > REGEX_CHARACTERS_MAX:
         raise TooLarge(f"a regular expression of over {REGEX_CHARACTERS_MAX} characters")
     if _VERBOSE.search(pattern):
         raise TooLarge("a regular expression with the flag x")
-    groups, last, at = [0], 0, 0
+    groups, last, at, copies = [0], 0, 0, 0
     while at < len(pattern):
         start, at = at, at + 1
         match pattern[start]:
@@ -208,18 +217,19 @@ def regex_copies(pattern: str) -> int:
                 last = groups.pop()
                 groups[-1] += last
             case "{" if found := _REPEAT.match(pattern, start):
-                times = _most(found.groups())
-                groups[-1] += last * (times - 1)
-                last, at = last * times, found.end()
+                more = last * (_most(found.groups()) - 1)
+                copies += more
+                groups[-1] += more
+                last, at = last + more, found.end()
             case "*" | "+" | "?" | "|" | "^" | "$":
                 pass
             case character:
                 at = _past(pattern, start) if character in "\\[" else at
                 last = 1
                 groups[-1] += 1
-        if sum(groups) > COPIES_MAX:
+        if copies > COPIES_MAX:
             raise TooLarge(f"a regular expression whose repeats come to over {COPIES_MAX}")
-    return sum(groups)
+    return copies
 
 
 def _most(bounds: tuple[str | None, ...]) -> int:
@@ -253,15 +263,13 @@ def bare(lark: str) -> str:
 
 
 def check_lark(lark: str, tally: Tally) -> None:
-    """Repeats of rules may stand in one another: they count as if all did."""
+    """Repeats of rules may stand in one another: they count as if all did, and all were inside."""
     rest = bare(lark)
     if rest.count(":") > RULES_MAX:
         raise TooLarge(f"over {RULES_MAX} rules")
+    regexes = [found["regex"] for found in _LARK.finditer(lark) if found["regex"] is not None]
+    copies = sum(regex_copies(one.rpartition("/")[0][1:]) for one in regexes)
     times = 1
     for found in (*_REPEAT.finditer(rest), *_LARK_REPEAT.finditer(rest)):
         times = min(times * _most(found.groups()), COPIES_MAX + 1)
-    atoms = 1
-    for found in _LARK.finditer(lark):
-        if found["regex"] is not None:
-            atoms += regex_copies(found["regex"].rpartition("/")[0][1:])
-    tally.add(times * atoms if times > 1 else atoms - 1)
+    tally.add(copies if times == 1 else times * (copies + len(rest.split())))

@@ -109,6 +109,10 @@ class Grammars:
             self._kept.popitem(last=False)
         return Matcher(machine.deep_copy(), self._ends)
 
+    def check(self, text: str) -> None:
+        """Raise GrammarFault for what cannot be compiled. Nothing is kept: any thread may ask."""
+        self._compiled(text)
+
     def _compiled(self, text: str) -> LLMatcher:
         if self._tokenizer is None:
             raise GrammarFault("this model has no end token, so nothing could end where it should")
