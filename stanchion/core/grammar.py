@@ -165,7 +165,7 @@ def _coefficient(number: float) -> int:
     zeros = max(int(exponent), 0)
     if len(digits) + zeros > 9:
         return COPIES_MAX + 1
-    return int("".join(map(str, digits))) * 10**zeros
+    return int("".join(map(str, digits)) + "0" * zeros)
 
 
 def _at(schema: Any, target: str) -> Any:

@@ -7,6 +7,7 @@ contexts stay what the names say.
 from __future__ import annotations
 
 import gc
+import json
 import subprocess
 import sys
 import time
@@ -27,6 +28,29 @@ from stanchion.model.glm5 import Glm5
 
 SAMPLED_TEMPERATURE = 0.7  # the embedded model's working range; greedy loops by itself
 TOP_K = 128
+# An answer that cannot end before the measure does.
+RECORDS = json.dumps(
+    {
+        "grammars": [
+            {
+                "json_schema": {
+                    "type": "array",
+                    "minItems": 500,
+                    "items": {
+                        "type": "object",
+                        "properties": {
+                            "path": {"type": "string", "maxLength": 40},
+                            "line": {"type": "integer", "minimum": 0},
+                            "kind": {"enum": ["function", "class", "constant"]},
+                        },
+                        "required": ["path", "line", "kind"],
+                        "additionalProperties": False,
+                    },
+                }
+            }
+        ]
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -62,6 +86,7 @@ class Bench:
             "sparse_attention_flat": self.attention_flat,
             "indexer_floor": self.indexer_floor,
             "engine_overhead": self.overhead,
+            "grammar_cost": self.grammar_cost,
             "prefix_hit_ttft": self.prefix_hit,
             "start_to_ready_s": self.start_to_ready,
         }
@@ -237,6 +262,19 @@ class Bench:
             return 1.0 - side.model_s / (time.perf_counter() - began)
 
         return interleave(measure, share, None, self.sizes.repeats)
+
+    def grammar_cost(self) -> Measure:
+        """16 streams that follow a JSON schema, beside 16 that are free; no drafts on either."""
+        measure = Measure("grammar_cost", "tokens/s", "rate")
+        prompts = [self.prompt(512, at) for at in range(16)]
+        steps = self.sizes.tokens + 1
+
+        def rate(grammar: str | None) -> float:
+            return self.ours.decode_rate(
+                [self.ours.start(prompt, steps, grammar=grammar) for prompt in prompts]
+            )
+
+        return interleave(measure, lambda: rate(RECORDS), lambda: rate(None), self.sizes.repeats)
 
     def prefix_hit(self) -> Measure:
         """Time to the first token at 8k: 90 % from the prefix tree, beside all of it cold."""
