@@ -129,5 +129,7 @@ class Grammars:
 
 def _said(error: str) -> str:
     """The library's words without what it adds of its own state."""
+    if error.startswith("NoExtension"):
+        return "no text follows it to an end"
     said = error.partition("\n<")[0].strip()
     return said[:ERROR_CHARACTERS_MAX]

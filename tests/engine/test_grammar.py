@@ -225,7 +225,7 @@ MANY = of_lark("start: " + " | ".join(f'"w{n}"' for n in range(3000)))  # over a
         (MANY, "max is 2000"),
         (of_regex("("), "invalid regex"),
         (of_schema({"type": "array", "maxItems": COPIES_MAX + 1}), "maxItems"),
-        (of_lark("start: a\na: b\nb: a"), "NoExtension"),
+        (of_lark("start: a\na: b\nb: a"), "no text follows"),
         (of_schema({"not": {}}), "not"),
         ("{}", "grammars"),
     ],

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from msgspec.structs import replace
 
 from stanchion.core.errors import ConfigError
 from stanchion.core.messages import Start
