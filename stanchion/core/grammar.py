@@ -1,11 +1,13 @@
 """How large a grammar may be: bounds that hold before anything compiles it. Pure.
 
 A grammar is a JSON text in llguidance's words: `{"grammars": [...]}`, each of them a Lark text or a
-JSON Schema, the first one the whole answer. A compiler of grammars is held up by more than a text's
-length: counts that it writes out (`maxItems`, `{m,n}`, `multipleOf`), and chains of rules and
-references, which it descends on its stack. Measured with llguidance 1.7.6: `maxItems` of 10^6 takes
-seconds and a gigabyte, and a chain of 617 references, or of 2,007 rules, ends the process. So both
-are counted here, on the side that refuses too much.
+JSON Schema. The first one is the whole answer's, a Lark text under `HEAD`: so no token is forced.
+
+A compiler of grammars is held up by more than a text's length: by counts that it writes out
+(`maxItems`, `{m,n}`, `multipleOf`), and chains of rules and references, which it descends on its
+stack. Measured with llguidance 1.7.6: `maxItems` of 10^6 takes seconds and a gigabyte, and a chain
+of 617 references, or of 2,007 rules, ends the process. So both are counted here, on the side that
+refuses too much.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
+HEAD = '%llguidance {"no_forcing": true}\n'
 GRAMMAR_BYTES_MAX = 2**18
 SCHEMA_BYTES_MAX = 2**16
 REGEX_CHARACTERS_MAX = 4096
@@ -70,6 +73,8 @@ def check(text: str) -> None:
         parts = msgspec.json.decode(text, type=Parts)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise TooLarge(f"no grammar: {error}") from None
+    if not (parts.grammars[0].lark_grammar or "").startswith(HEAD):
+        raise TooLarge(f"no grammar of an answer: it begins with {HEAD.strip()}")
     check_whole([msgspec.to_builtins(part) for part in parts.grammars])
 
 

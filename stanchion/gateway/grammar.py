@@ -71,7 +71,8 @@ class Grammar:
         an answer comes to it."""
         for one in self.asked:
             try:
-                check(_text(one.grammars))
+                first, *others = one.grammars
+                check(_text([lark_part("start: @asked"), {"name": "asked", **first}, *others]))
             except GrammarFault as fault:
                 raise RequestRejected(one.field, str(fault)) from None
         try:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from stanchion.core.errors import RequestRejected
-from stanchion.core.grammar import TooLarge, bare
+from stanchion.core.grammar import HEAD, TooLarge, bare
 from stanchion.core.grammar import check_whole as check_bounds
 from stanchion.gateway.body import ChatBody, CompletionBody
 
@@ -115,7 +115,7 @@ def schema_part(schema: Mapping[str, Any]) -> Json:
 
 
 def lark_part(lark: str) -> Json:
-    return {"lark_grammar": '%llguidance {"no_forcing": true}\n' + lark}
+    return {"lark_grammar": HEAD + lark}
 
 
 def literal(text: str) -> str:

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 from msgspec.structs import replace
 
-from stanchion.core.grammar import COPIES_MAX
+from stanchion.core.grammar import COPIES_MAX, HEAD
 from stanchion.core.matching import GrammarFault, Grammars
 from stanchion.core.messages import Ended, Start
 from stanchion.core.outcome import Completed, Rejected
@@ -33,11 +33,12 @@ def grammars() -> Grammars:
 
 
 def of_schema(schema: Json) -> str:
-    return json.dumps({"grammars": [{"json_schema": schema | COMPACT}]})
+    body = {"name": "body", "json_schema": schema | COMPACT}
+    return json.dumps({"grammars": [{"lark_grammar": f"{HEAD}start: @body"}, body]})
 
 
 def of_lark(lark: str) -> str:
-    return json.dumps({"grammars": [{"lark_grammar": '%llguidance {"no_forcing": true}\n' + lark}]})
+    return json.dumps({"grammars": [{"lark_grammar": HEAD + lark}]})
 
 
 def of_regex(regex: str) -> str:
@@ -106,7 +107,7 @@ def valid(start: Start, tokens: list[int], outcome: object) -> bool:
     """Is it whole, and what it has to be? What is cut may begin well and no more."""
     if start.grammar is None or outcome != Completed("stop") or tokens[-1] != END_TOKEN:
         return False
-    (part,) = json.loads(start.grammar)["grammars"]
+    _, part = json.loads(start.grammar)["grammars"]
     jsonschema.validate(json.loads(text_of(tokens)), part["json_schema"])
     return True
 
@@ -228,6 +229,7 @@ MANY = of_lark("start: " + " | ".join(f'"w{n}"' for n in range(3000)))  # over a
         (of_lark("start: a\na: b\nb: a"), "no text follows"),
         (of_schema({"not": {}}), "not"),
         ("{}", "grammars"),
+        (json.dumps({"grammars": [{"json_schema": {"type": "null"}}]}), "begins with"),
     ],
 )
 def test_a_bad_grammar_is_its_own_requests_trouble(

@@ -24,30 +24,27 @@ from stanchion.cli.bench.measure import Measure, interleave
 from stanchion.cli.bench.sides import Ours, Theirs, corpus
 from stanchion.device.kernels.index_select import Context, Selection, select
 from stanchion.device.kernels.sparse_attention import sparse_attention
+from stanchion.gateway.structured import lark_part, schema_part
 from stanchion.model.glm5 import Glm5
 
 SAMPLED_TEMPERATURE = 0.7  # the embedded model's working range; greedy loops by itself
 TOP_K = 128
 # An answer that cannot end before the measure does.
+RECORD = {
+    "type": "object",
+    "properties": {
+        "path": {"type": "string", "maxLength": 40},
+        "line": {"type": "integer", "minimum": 0},
+        "kind": {"enum": ["function", "class", "constant"]},
+    },
+    "required": ["path", "line", "kind"],
+    "additionalProperties": False,
+}
 RECORDS = json.dumps(
     {
         "grammars": [
-            {
-                "json_schema": {
-                    "type": "array",
-                    "minItems": 500,
-                    "items": {
-                        "type": "object",
-                        "properties": {
-                            "path": {"type": "string", "maxLength": 40},
-                            "line": {"type": "integer", "minimum": 0},
-                            "kind": {"enum": ["function", "class", "constant"]},
-                        },
-                        "required": ["path", "line", "kind"],
-                        "additionalProperties": False,
-                    },
-                }
-            }
+            lark_part("start: @records"),
+            {"name": "records"} | schema_part({"type": "array", "minItems": 500, "items": RECORD}),
         ]
     }
 )
