@@ -34,7 +34,7 @@ RECORD = {
     "type": "object",
     "properties": {
         "path": {"type": "string", "maxLength": 40},
-        "line": {"type": "integer", "minimum": 0},
+        "line": {"type": "integer", "minimum": 0, "maximum": 99999},
         "kind": {"enum": ["function", "class", "constant"]},
     },
     "required": ["path", "line", "kind"],
