@@ -208,15 +208,6 @@ def test_what_another_attempt_said_counts(
         assert heard.ends[0].outcome == whole.ends[0].outcome
 
 
-def test_penalties_of_output_would_else_not_know_it() -> None:
-    """The test above would notice."""
-    one = start("r", None, temperature=0.0, max_tokens=150, frequency_penalty=2.0)
-    whole = solo(one, 0)
-    sampling = replace(one.sampling, max_tokens=30)
-    rest = replace(one, tokens=one.tokens + whole.tokens[:120], sampling=sampling)
-    assert solo(rest, 0).tokens != whole.tokens[120:]
-
-
 MANY = of_lark("start: " + " | ".join(f'"w{n}"' for n in range(3000)))  # over a bound of a step
 
 
