@@ -32,8 +32,10 @@ WORLD = {
     "torch", "numba", "asyncio", "threading", "concurrent", "multiprocessing", "subprocess",
     "socket", "zmq", "aiohttp", "uvicorn", "uvloop", "starlette", "time", "random", "os",
     "signal", "secrets", "uuid", "tempfile", "select", "urllib", "http", "mmap", "fcntl", "nixl",
+    "llguidance",
 }  # fmt: skip
 MAY_TOUCH: dict[str, set[str]] = {
+    "core/matching.py": {"llguidance"},  # a pure function of grammar and tokens, in Rust
     "core/peerkey.py": {"zmq"},  # keys are zmq's to derive; no socket is opened there
     "sim/choices.py": {"random"},
     "device/cpu.py": {"threading"},

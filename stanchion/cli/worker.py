@@ -20,6 +20,7 @@ from stanchion.cli.settings import SWITCH_S, model_folder
 from stanchion.cli.tiers import tier_plan
 from stanchion.core.config import Config
 from stanchion.core.errors import ConfigError, ServeError
+from stanchion.core.matching import Grammars
 from stanchion.core.messages import Abort, Hello, Join, Start
 from stanchion.core.peerkey import check_address, connect_with, serve_with
 from stanchion.core.request import Sampling
@@ -40,6 +41,7 @@ from stanchion.engine.loop import Engine
 from stanchion.engine.others import Others
 from stanchion.engine.ranks import owners, page_bytes
 from stanchion.engine.scheduler import Limits
+from stanchion.gateway.tokens import byte_vocabulary, load_vocabulary
 from stanchion.model.hashed import HashModel
 from stanchion.model.text import Model
 from stanchion.parallel.group import RankLost
@@ -206,6 +208,7 @@ def build(
         model, limits, pages, name, revision, eos_ids, failpoints, config.lab.record_drafts,
         engine_settings.context_max, arena_for(plan.role, kept, pages), config.kv.poison,
         tiers, ranks, None if followers is None else Others(followers),
+        grammars(config, eos_ids, model.vocabulary) if plan.role != "prefill" else None,
     )  # fmt: skip
     hello = Hello(
         name=plan.name,
@@ -277,6 +280,13 @@ def load_model(config: Config) -> tuple[Model, str, str, tuple[int, ...]]:
         deterministic=config.engine.deterministic,
         progress=_progress,
     )
+
+
+def grammars(config: Config, eos_ids: Sequence[int], size: int) -> Grammars:
+    """What answers under a grammar are followed with: the vocabulary as the gateway reads it."""
+    path = config.model.path
+    words = byte_vocabulary() if path == "hashed" else load_vocabulary(model_folder(path))
+    return Grammars(words.pieces, words.special, eos_ids, size)
 
 
 def _progress(done: int, total: int) -> None:

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from stanchion.core.grammar import GRAMMAR_BYTES_MAX
 from stanchion.core.outcome import Leaver, Outcome
 from stanchion.core.request import NAME_CHARACTERS_MAX, Sampling, TokenId
 
@@ -37,7 +38,9 @@ class Partner(Struct, frozen=True):
 class Start(Struct, frozen=True, kw_only=True, tag="start"):
     """Generate. `tenant` is the authenticated one, `salt` splits its cache further.
 
-    `prefill` is given to decode workers alone: who computes the prompt's KV.
+    `prefill` is given to decode workers alone: who computes the prompt's KV. `grammar` is what the
+    answer has to follow (`core.grammar`). The last `said` of the tokens are the answer's own, said
+    by an earlier attempt at it: penalties and grammar count them in.
     """
 
     request: Name
@@ -46,6 +49,8 @@ class Start(Struct, frozen=True, kw_only=True, tag="start"):
     tenant: Annotated[str, Meta(max_length=NAME_CHARACTERS_MAX)] = ""
     salt: Annotated[str, Meta(max_length=NAME_CHARACTERS_MAX)] = ""
     prefill: Partner | None = None
+    grammar: Annotated[str, Meta(max_length=GRAMMAR_BYTES_MAX)] | None = None
+    said: Annotated[int, Meta(ge=0, le=PROMPT_TOKENS_MAX)] = 0
 
 
 class Abort(Struct, frozen=True, tag="abort"):

@@ -22,11 +22,14 @@ class Ask:
     ends: tuple[int, ...] = ()  # token ids that end the answer, banned below min_tokens
     prompt: NDArray[np.int32] | None = None  # for the repetition penalty
     output: tuple[int, ...] = ()  # for the penalties: output tokens so far, drafts included
+    allowed: bytes | None = None  # a bit a token, lowest first: what the grammar has there
 
     @property
     def shaped(self) -> bool:
         """Do the logits change before the temperature?"""
         one = self.sampling
+        if self.allowed is not None:
+            return True
         penalised = one.presence_penalty or one.frequency_penalty or one.repetition_penalty != 1.0
         return bool(penalised or one.logit_bias or self.generated < one.min_tokens)
 

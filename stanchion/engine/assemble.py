@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from stanchion.core.errors import ConfigError
+from stanchion.core.matching import Grammars
 from stanchion.device.stream import Stream
 from stanchion.engine.bounds import FAILPOINTS, Served
 from stanchion.engine.loop import Engine
@@ -60,9 +61,11 @@ def assemble(
     tiers: TierPlan | None = None,
     ranks: Ranks | None = None,
     others: Others | None = None,
+    grammars: Grammars | None = None,
 ) -> Parts:
     """`pages` counts the null page; `context_max` 0 means the model's own. With `ranks` this is
-    rank 0 of several, and `others` are those.
+    rank 0 of several, and `others` are those. Without `grammars` requests that have one are
+    refused.
 
     Raise ConfigError for a failpoint that does not exist.
     """
@@ -91,6 +94,7 @@ def assemble(
     )
     tree = PrefixTree(pool, schema.page_tokens)
     engine = Engine(served, limits, pool, tree, ready, runner.launch, failpoints, record_drafts)
+    engine.grammars = grammars
     if tiers is not None:
         engine.tiered = build_tiers(tiers, store, pool, tree, ready, others)
     return Parts(engine, runner, store, stream, others)

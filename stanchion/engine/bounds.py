@@ -8,8 +8,10 @@ from hashlib import blake2b
 import numpy as np
 
 from stanchion.core.identity import CacheIdentity
+from stanchion.core.matching import GrammarFault, Grammars
 from stanchion.core.messages import Start
 from stanchion.core.outcome import Completed, Outcome, Overloaded, Rejected
+from stanchion.engine.grammar import begun
 from stanchion.engine.request import Request
 from stanchion.engine.scheduler import Limits
 
@@ -47,6 +49,10 @@ def refusal(
     vocabulary = served.vocabulary
     if max(start.tokens) >= vocabulary:
         return Rejected("prompt", f"a token id is not below the vocabulary, {vocabulary}")
+    if start.said >= length:
+        return Rejected("said", "the answer's own tokens leave nothing of the prompt")
+    if start.grammar is not None and (start.sampling.ignore_eos or start.sampling.min_tokens):
+        return Rejected("grammar", "with it an answer ends where the grammar does, and not later")
     named = (*start.sampling.stop_ids, *(token for token, _ in start.sampling.logit_bias))
     if named and max(named) >= vocabulary:
         field_name = "stop_ids" if max(start.sampling.stop_ids, default=0) >= vocabulary else ""
@@ -54,8 +60,14 @@ def refusal(
     return None
 
 
-def accepted(start: Start, served: Served, arrival: int) -> Request:
+def accepted(
+    start: Start, served: Served, arrival: int, grammars: Grammars | None = None
+) -> Request | Rejected:
     """The request that this message asks for. Without a seed, its name is its seed."""
+    try:
+        matcher = begun(start, grammars)
+    except GrammarFault as fault:
+        return Rejected("grammar", str(fault))
     length = len(start.tokens)
     tokens = np.zeros(length + start.sampling.max_tokens, np.int32)
     tokens[:length] = start.tokens
@@ -65,7 +77,10 @@ def accepted(start: Start, served: Served, arrival: int) -> Request:
         seed = int.from_bytes(blake2b(start.request.encode(), digest_size=8).digest(), "little")
     eos = () if start.sampling.ignore_eos else served.eos_ids
     ends = (*eos, *start.sampling.stop_ids)
-    return Request(start, arrival, seed, ends, served.eos_ids, identity.digest(), tokens, length)
+    root = identity.digest()
+    return Request(
+        start, arrival, seed, ends, served.eos_ids, root, tokens, length, matcher=matcher
+    )
 
 
 def cut(request: Request, tokens: list[int]) -> tuple[int, Outcome | None]:

@@ -21,6 +21,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from stanchion.core.errors import Bug
+from stanchion.core.matching import Grammars
 from stanchion.core.messages import Abort, Ended, FromWorker, PromptScores, Start, Tokens
 from stanchion.core.outcome import Cancelled, Completed, Outcome, Overloaded
 from stanchion.core.outcome import OutputSuspect as Suspect
@@ -28,6 +29,7 @@ from stanchion.device.stream import Pages
 from stanchion.engine.bounds import Served, accepted, cut, refusal
 from stanchion.engine.counters import Counters
 from stanchion.engine.flight import Landed
+from stanchion.engine.grammar import followed
 from stanchion.engine.request import NO_PAGES, Request
 from stanchion.engine.scheduler import Limits, Piece, plan
 from stanchion.engine.tiered import NOTHING, Tiered
@@ -72,6 +74,7 @@ class Engine:
     wanting: list[Request] = field(default_factory=list)  # they have pages, and need KV from afar
     inspect: Inspect | None = None
     tiered: Tiered | None = None
+    grammars: Grammars | None = None
     _arrivals: int = 0
 
     @property
@@ -132,10 +135,11 @@ class Engine:
             raise Bug(f"two requests are called {start.request}")
         capacity = self._pages_max * self.ready.page_tokens
         refused = refusal(start, self.served, capacity, len(self.waiting), self.limits)
-        if refused is not None:
-            return [Ended(request=start.request, outcome=refused)]
+        taken = refused or accepted(start, self.served, self._arrivals + 1, self.grammars)
+        if not isinstance(taken, Request):
+            return [Ended(request=start.request, outcome=taken)]
         self._arrivals += 1
-        self.waiting.append(accepted(start, self.served, self._arrivals))
+        self.waiting.append(taken)
         return []
 
     @property
@@ -185,20 +189,20 @@ class Engine:
 
     def _settle(self, landed: Landed) -> list[FromWorker]:
         piece, request = landed.piece, landed.piece.request
-        if landed.suspect is not None:
-            self.counters.suspect += 1
-            return [self._end(request, Suspect(landed.suspect))]
+        if (failed := landed.failed) is not None:
+            self.counters.suspect += isinstance(failed, Suspect)
+            return [self._end(request, failed)]
         done = piece.first + piece.count == request.prefill_end
         said: list[FromWorker] = []
-        if landed.scores is not None:
-            name, scores = request.name, landed.scores
-            request.scored += len(scores.logprobs)
-            said.append(PromptScores(request=name, logprobs=scores.logprobs, top=scores.top))
+        if (found := landed.scores) is not None:
+            request.scored += len(found.logprobs)
+            said.append(PromptScores(request=request.name, logprobs=found.logprobs, top=found.top))
         reason: Outcome | None = None
         kept = 0
         if landed.chosen is not None:
             kept, reason = cut(request, landed.chosen.tokens)
             said.append(self._say(landed, kept))
+            reason = reason or followed(request, landed.chosen.tokens)
         self._advance(landed, kept)
         if not piece.decodes:
             self.counters.prefill_tokens += piece.count
@@ -230,12 +234,11 @@ class Engine:
             self.counters.accepted += accepted
         if self.record_drafts and landed.piece.decodes:
             request.record.append((landed.drafts, chosen.accepted))
-        wanted = request.sampling.logprobs is not None
         return Tokens(
             request=request.name,
             tokens=tokens,
             logprobs=chosen.logprobs[:kept],
-            top=chosen.top[:kept] if wanted else None,
+            top=None if request.sampling.logprobs is None else chosen.top[:kept],
             cached_tokens=request.cached,
             spec=request.spec,
         )

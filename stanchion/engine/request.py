@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stanchion.core.identity import Digest
+from stanchion.core.matching import Matcher
 from stanchion.core.messages import Spec, Start
 from stanchion.core.outcome import Outcome, worse
 from stanchion.core.request import Sampling
@@ -65,6 +66,7 @@ class Request:
     accepted: int = 0
     record: list[tuple[list[int], int]] = field(default_factory=list)
     outcome: Outcome | None = None
+    matcher: Matcher | None = None  # as far as what was said; None: no grammar
     sampling: Sampling = field(init=False)
     prompt_length: int = field(init=False)
 
@@ -79,6 +81,11 @@ class Request:
     @property
     def generated(self) -> int:
         return self.length - self.prompt_length
+
+    @property
+    def answer_begins(self) -> int:
+        """Where the answer began, in this attempt or in an earlier one."""
+        return self.prompt_length - self.start.said
 
     @property
     def tokens_left(self) -> int:
@@ -110,15 +117,17 @@ class Request:
         own = self.sampling.draft_tokens
         return max(0, min(most if own is None else min(own, most), self.tokens_left - 1))
 
-    def ask(self, drafts: list[int]) -> Ask:
-        """The question for the token after `drafts`, which follow the known tokens."""
-        ask = Ask(self.sampling, self.seed, self.length + len(drafts), self.generated + len(drafts))
+    def ask(self, drafts: list[int], allowed: bytes | None = None) -> Ask:
+        """The question for the token after `drafts`, which follow the known tokens. `allowed` is
+        what the grammar has there."""
+        place, generated = self.length + len(drafts), self.generated + len(drafts)
+        ask = Ask(self.sampling, self.seed, place, generated, allowed=allowed)
         if not ask.shaped:
             return ask
-        output = (*self.tokens[self.prompt_length : self.length].tolist(), *drafts)
-        prompt = self.tokens[: self.prompt_length]
+        output = (*self.tokens[self.answer_begins : self.length].tolist(), *drafts)
+        prompt = self.tokens[: self.answer_begins]
         ends = self.ends or self.eos
-        return Ask(self.sampling, self.seed, ask.place, ask.generated, ends, prompt, output)
+        return Ask(self.sampling, self.seed, place, generated, ends, prompt, output, allowed)
 
     def end(self, outcome: Outcome) -> None:
         """The worst of what is said wins; the loop lets a request go only once."""

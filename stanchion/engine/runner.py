@@ -11,7 +11,7 @@ The runner decides nothing about requests: it returns what it found, and the loo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -21,10 +21,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stanchion.core.matching import Matcher
 from stanchion.device.kernels.choose import finite
 from stanchion.device.stream import Pages, Stream, View
 from stanchion.engine.batch import Ints, Tables, Written
 from stanchion.engine.flight import Arrived, Landed, Scores
+from stanchion.engine.grammar import Path
 from stanchion.engine.request import Ahead, Request
 from stanchion.engine.sample import Window, draft, score, verify
 from stanchion.engine.scheduler import Piece
@@ -129,24 +131,28 @@ class _Flight:
         lanes = [one for one in self.landed if one.piece.drafts]
         drawn: dict[int, list[Tensor | None]] = {id(one): [] for one in lanes}
         states = {id(one): _ahead(one) for one in lanes}
+        paths = {id(one): Path(matcher) for one in self.landed if (matcher := _matcher(one))}
         step = 0
         while lanes:
             logits = torch.cat([states[id(one)].logits for one in lanes])
             _mark_suspects(lanes, _finite(logits), "a row of draft logits is not finite")
-            asks = [one.piece.request.ask(one.drafts) for one in lanes]
+            asks = [one.piece.request.ask(one.drafts, _look(paths, one)) for one in lanes]
             for one, token, source in zip(lanes, *draft(logits, asks)):
                 one.drafts.append(token)
                 drawn[id(one)].append(source)
+                if path := paths.get(id(one)):
+                    path.step(token)
             step += 1
             lanes = [one for one in lanes if one.piece.drafts > step]
             if lanes:
                 self._draft_further(lanes, states)
         for one in self.landed:
-            sources = drawn.get(id(one), [])
-            asked = [one.piece.request.ask(one.drafts[:at]) for at in range(len(one.drafts) + 1)]
-            kept = [source for source in sources if source is not None]
-            stacked = torch.stack(kept) if kept else None
-            self._windows[id(one)] = Window(tuple(asked), tuple(one.drafts), stacked)
+            allowed: Sequence[bytes | None] = ()
+            if path := paths.get(id(one)):
+                path.look()
+                path.back()
+                allowed, one.fault = path.allowed, path.fault
+            self._windows[id(one)] = _window(one, drawn.get(id(one), []), allowed)
 
     def _draft_further(self, lanes: list[Landed], states: dict[int, Ahead]) -> None:
         tables = self._tables(lanes)
@@ -198,7 +204,7 @@ class _Flight:
             elif one.suspect is None:
                 if one.piece.request.wants_scores:
                     one.scores = self._score_prompt(one.piece, hidden[first:past])
-                if one.piece.samples:
+                if one.piece.samples and one.fault is None:
                     lanes.append(one)
                     rows.append((first, past) if one.piece.decodes else (past - 1, past))
             first = past
@@ -262,7 +268,7 @@ class _Flight:
             piece, begin = one.piece, first
             first += piece.count
             certain = _certain(one)
-            if one.suspect is not None or certain is None:
+            if one.suspect is not None or one.fault is not None or certain is None:
                 continue
             if piece.first == 0 and not piece.redone:  # slot 0 has no hidden before it
                 before.append(self._model.no_hidden(1))
@@ -329,6 +335,25 @@ class _Flight:
         leased, hears = self._lease(tables, written.pages), self._runner.on_rows
         then = None if hears is None else (lambda layer: hears(layer, ends))
         return Marking(leased, self._runner._ready, written, then)
+
+
+def _matcher(one: Landed) -> Matcher | None:
+    return one.piece.request.matcher if one.piece.samples else None
+
+
+def _look(paths: Mapping[int, Path], one: Landed) -> bytes | None:
+    path = paths.get(id(one))
+    return path.look() if path is not None else None
+
+
+def _window(
+    one: Landed, sources: Sequence[Tensor | None], allowed: Sequence[bytes | None]
+) -> Window:
+    request, drafts = one.piece.request, one.drafts
+    masks = allowed or [None] * (len(drafts) + 1)
+    asked = [request.ask(drafts[:at], mask) for at, mask in enumerate(masks)]
+    kept = [source for source in sources if source is not None]
+    return Window(tuple(asked), tuple(drafts), torch.stack(kept) if kept else None)
 
 
 def _ahead(one: Landed) -> Ahead:

@@ -206,8 +206,20 @@ def _shape(logits: Tensor, asks: Sequence[Ask]) -> Tensor:
     for at, ask in enumerate(picked):
         if ask.generated < ask.sampling.min_tokens:
             changed[at, list(ask.ends)] = -torch.inf
+    _restrict(changed, picked)
     shaped[rows] = changed
     return shaped
+
+
+def _restrict(rows: Tensor, asks: Sequence[Ask]) -> None:
+    """Forbid what grammars do not have; (rows, vocabulary), in place."""
+    masked = [(at, ask.allowed) for at, ask in enumerate(asks) if ask.allowed is not None]
+    if not masked:
+        return
+    packed = np.stack([np.frombuffer(bits, np.uint8) for _, bits in masked])
+    allowed = np.unpackbits(packed, axis=1, count=rows.shape[1], bitorder="little").astype(np.bool_)
+    places = [at for at, _ in masked]
+    rows[places] = rows[places].masked_fill(torch.from_numpy(~allowed), -torch.inf)
 
 
 def _penalised(rows: Tensor, asks: Sequence[Ask]) -> Tensor:

@@ -35,12 +35,16 @@ from stanchion.gateway.body import (
     Tool,
     ToolCall,
 )
-from stanchion.gateway.conversation import STRICT, check_nesting
+from stanchion.gateway.conversation import check_nesting
 
 # The older one streams the same events. The newer one has no `temperature`, `top_p` and `top_k`,
 # which its own models do not have; ours have them under either.
 VERSIONS = ("2026-10-21", "2023-06-01")
 THINKING = ("enabled", "adaptive", "between_tools", "disabled")
+OTHER_NAMES = (
+    ("response_format.json_schema", "output_config.format"),
+    ("].function.parameters", "].input_schema"),
+)
 BLOCKS_MAX = 65_536
 # Not an instruction but a note to a billing system, different in each request: at the front of
 # the prompt it would leave nothing of a conversation to be found in the cache.
@@ -129,8 +133,6 @@ def chat_of(body: CountBody) -> ChatBody:
         if getattr(body, field) not in (None, []):
             raise RequestRejected(field, "not supported by this server; leave it out")
     config = body.output_config or OutputConfig()
-    if config.format is not None:
-        raise RequestRejected("output_config.format", "not supported by this server yet")
     kind = body.thinking.type if body.thinking else "disabled"
     if kind not in THINKING:
         raise RequestRejected("thinking.type", f"must be one of {', '.join(THINKING)}")
@@ -140,19 +142,49 @@ def chat_of(body: CountBody) -> ChatBody:
             "the last message cannot be the assistant's: nothing here continues it (prefill)",
         )
     choice = body.tool_choice or ToolChoice("auto")
-    if choice.type not in ("auto", "none", "any", "tool"):
-        raise RequestRejected("tool_choice.type", "must be auto or none")
     own = _generation(body) if isinstance(body, MessagesBody) else {}
     return ChatBody(
         model=body.model,
         messages=[*_system(body.system), *_turns(body.messages)],
         tools=_tools(body.tools or ()),
-        tool_choice=choice.type,
+        tool_choice=_choice(choice),
         parallel_tool_calls=False if choice.disable_parallel_tool_use else None,
         chat_template_kwargs={"enable_thinking": kind != "disabled"},
         reasoning_effort=config.effort,
+        response_format=_format(config.format),
         **own,
     )
+
+
+def in_own_words(error: RequestRejected) -> RequestRejected:
+    """What is checked behind `chat_of` is named as it is there."""
+    field = error.field
+    for theirs, ours in OTHER_NAMES:
+        field = field.replace(theirs, ours)
+    said = str(error).removeprefix(f"{error.field}: ")
+    return RequestRejected(field, said)
+
+
+def _choice(choice: ToolChoice) -> str | dict[str, Any]:
+    match choice.type:
+        case "auto" | "none":
+            return choice.type
+        case "any":
+            return "required"
+        case "tool" if choice.name:
+            return {"type": "function", "function": {"name": choice.name}}
+        case "tool":
+            raise RequestRejected("tool_choice.name", "required, and missing")
+        case _:
+            raise RequestRejected("tool_choice.type", "must be one of auto, any, tool, none")
+
+
+def _format(said: Any) -> dict[str, Any] | None:
+    if said is None:
+        return None
+    if not isinstance(said, dict) or said.get("type") != "json_schema":
+        raise RequestRejected("output_config.format.type", "must be json_schema")
+    return {"type": "json_schema", "json_schema": {"schema": said.get("schema")}}
 
 
 def _generation(body: MessagesBody) -> dict[str, Any]:
@@ -173,11 +205,10 @@ def _tools(tools: Sequence[DeclaredTool]) -> list[Tool]:
             raise RequestRejected(
                 f"tools[{place}].type", "only tools that the client runs; this server runs none"
             )
-        if tool.strict:
-            raise RequestRejected(f"tools[{place}].strict", STRICT)
         check_nesting(f"tools[{place}].input_schema", tool.input_schema)
     return [
-        Tool("function", Function(tool.name, tool.description, tool.input_schema)) for tool in tools
+        Tool("function", Function(tool.name, tool.description, tool.input_schema, tool.strict))
+        for tool in tools
     ]
 
 

@@ -78,13 +78,14 @@ class Shared(Struct, frozen=True, kw_only=True):
     return_token_ids: bool | None = None
     cache_salt: Short | None = None
     draft_tokens: Annotated[int, Meta(ge=0, le=5)] | None = None
-    # Not served yet, so refused where they would change the answer.
+    # What the content has to be: see `structured`.
     response_format: Any = None
+    structured_outputs: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
-    structured_outputs: Any = None
+    # Not served yet, so refused where they would change the answer.
     logits_processors: Any = None
     use_beam_search: bool | None = None
     kv_transfer_params: Any = None

@@ -23,11 +23,6 @@ ROLES = {
     "tool": "tool",
 }
 NESTED_MAX = 64
-NO_GRAMMAR = (
-    "'auto' and 'none' are supported; nothing here can force a model to call a tool yet "
-    "(that takes a grammar), and an answer without the call would not be what was asked for"
-)
-STRICT = "not supported yet (that takes a grammar); leave it out"
 Json = dict[str, Any]
 
 
@@ -36,15 +31,32 @@ def shown_tools(body: ChatBody) -> Sequence[Tool]:
     return () if body.tool_choice == "none" else body.tools or ()
 
 
+def forced(body: ChatBody) -> str | None:
+    """The tool that must be called: "" for any of them, None where none has to be."""
+    choice = body.tool_choice
+    if choice == "required":
+        return ""
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or not name:
+            raise RequestRejected("tool_choice.function.name", "required, and missing")
+        return name
+    if choice not in (None, "none", "auto"):
+        words = "must be none, auto, required, or one function by its name"
+        raise RequestRejected("tool_choice", words)
+    return None
+
+
 def check_tools(body: ChatBody, known: bool) -> None:
     """`known`: the model's format of tool calls is."""
-    if body.tool_choice not in (None, "none", "auto"):
-        raise RequestRejected("tool_choice", NO_GRAMMAR)
+    names = {tool.function.name for tool in body.tools or ()}
+    must = forced(body)
+    if must is not None and (not names or must not in {"", *names}):
+        raise RequestRejected("tool_choice", f"there is no tool {must!r} among `tools`")
     for place, tool in enumerate(body.tools or ()):
         if tool.type != "function":
             raise RequestRejected(f"tools[{place}].type", "must be 'function'")
-        if tool.function.strict:
-            raise RequestRejected(f"tools[{place}].function.strict", STRICT)
         check_nesting(f"tools[{place}].function.parameters", tool.function.parameters)
     if shown_tools(body) and not known:
         raise RequestRejected(

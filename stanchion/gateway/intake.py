@@ -6,19 +6,23 @@ Long texts are tokenised on threads, so that the loop goes on with everybody els
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TypeVar
 
 from stanchion.core.errors import Overloaded, PeerLost, RequestRejected
+from stanchion.core.matching import Grammars
 from stanchion.gateway import openai
 from stanchion.gateway.body import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from stanchion.gateway.body import decode as decode_body
 from stanchion.gateway.detok import decode
 from stanchion.gateway.failures import Draining
 from stanchion.gateway.fleet import Fleet
-from stanchion.gateway.markup import CALL, KEY, THINK, THOUGHT
+from stanchion.gateway.grammar import Grammar, constrained, grammar_of
+from stanchion.gateway.markup import CALL, KEY, THINK, THOUGHT, Markup
 from stanchion.gateway.openai import Ask, Limits
 from stanchion.gateway.replies import Json, Words
 from stanchion.gateway.settings import GatewaySettings
@@ -28,6 +32,8 @@ from stanchion.gateway.web import Budget, Call, Held
 Body = ChatBody | CompletionBody
 Made = TypeVar("Made")
 TOKENISING_THREADS = 2
+COMPILE_S = 10.0  # what fuel bounds already, on a machine that stands still
+COMPILED_KEPT = 256
 OPEN_CALLS_A_SEQUENCE = 2  # calls that may be arriving while those in flight are answered
 
 
@@ -40,6 +46,8 @@ class Intake:
         self._bodies = Budget(settings.bodies_bytes_max)
         self._tools = self._reads(settings.tool_call_parser, CALL, KEY)
         self._reasoning = self._reads(settings.reasoning_parser, THINK, THOUGHT)
+        self._grammars: Grammars | None = None  # made by the first request that needs it
+        self._compiled: OrderedDict[str, None] = OrderedDict()
         self.draining = False
         self.open_calls = 0
 
@@ -104,7 +112,41 @@ class Intake:
             limits = self.limits()
             openai.check(body, limits)
             prompts = await self._tokens(body, size, limits)
-            return openai.ask(body, prompts, self._vocabulary, limits)
+            ask = openai.ask(body, prompts, self._vocabulary, limits)
+            if not constrained(body):
+                return ask
+            return replace(ask, grammar=await self._grammar(body, ask.style.markup, limits))
+
+    async def _grammar(self, body: Body, markup: Markup | None, limits: Limits) -> str | None:
+        """Compiled once here, on a thread, so that no worker meets what cannot be followed."""
+
+        def made() -> Grammar | None:
+            grammar = grammar_of(body, markup, self._vocabulary)
+            if grammar is not None and grammar.text not in self._compiled:
+                self._compile(grammar, limits)
+            return grammar
+
+        try:
+            async with asyncio.timeout(COMPILE_S):
+                grammar = await self._on_thread(made)
+        except TimeoutError:
+            words = f"its grammar takes more than {COMPILE_S:g} s to compile"
+            raise RequestRejected("response_format", words) from None
+        if grammar is None:
+            return None
+        self._compiled.pop(grammar.text, None)
+        self._compiled[grammar.text] = None
+        if len(self._compiled) > COMPILED_KEPT:
+            self._compiled.popitem(last=False)
+        return grammar.text
+
+    def _compile(self, grammar: Grammar, limits: Limits) -> None:
+        words = self._vocabulary
+        if self._grammars is None:
+            self._grammars = Grammars(
+                words.pieces, words.special, limits.eos_ids, limits.vocabulary
+            )
+        grammar.compile(self._grammars.check)
 
     async def count(self, call: Call, parse: Callable[[bytes], Body]) -> list[int]:
         """The prompt's tokens, for who wants no more."""

@@ -14,6 +14,7 @@ import msgspec
 
 from stanchion.core.errors import Bug, RequestRejected, ServeError
 from stanchion.core.messages import PromptScores
+from stanchion.gateway.anthropic import in_own_words
 from stanchion.gateway.choice import ChoiceFold, Piece
 from stanchion.gateway.dialect import Headers
 from stanchion.gateway.markup import (
@@ -57,6 +58,8 @@ class Anthropic:
 
     def error(self, error: ServeError, request: str) -> Json:
         """Anthropic's shape, with our `code`, `param` and `retryable` beside it."""
+        if isinstance(error, RequestRejected):
+            error = in_own_words(error)
         told: Json = {
             "type": _TYPES.get(error.status, "api_error"),
             "message": str(error),

@@ -82,6 +82,7 @@ class Ask:
     with_prompt_logprobs: bool = False
     echo: bool = False
     tools: bool = False  # the prompt declares some
+    grammar: str | None = None  # of each of its answers
 
     @property
     def with_scores(self) -> bool:
@@ -102,6 +103,7 @@ class Ask:
                 sampling=_seeded(self.sampling[choice // self.n], choice % self.n),
                 tenant=tenant,
                 salt=self.salt,
+                grammar=self.grammar,
             )
             for choice in range(self.choices)
         ]
@@ -143,11 +145,7 @@ def check_model(model: str | None, limits: Limits) -> None:
 
 
 def _features(body: ChatBody | CompletionBody) -> Iterable[tuple[str, bool]]:
-    plain = body.response_format in (None, {"type": "text"})
-    yield "response_format", not plain
-    for field in ("guided_json", "guided_regex", "guided_choice", "guided_grammar"):
-        yield field, getattr(body, field) is not None
-    for field in ("structured_outputs", "logits_processors", "kv_transfer_params"):
+    for field in ("logits_processors", "kv_transfer_params"):
         yield field, getattr(body, field) is not None
     yield "use_beam_search", bool(body.use_beam_search)
     if isinstance(body, CompletionBody):

@@ -1,6 +1,7 @@
 """What carries over from one attempt at an answer to the next, so that they make one text. Pure.
 
-A resumed attempt has the clean tokens as part of its prompt. Positions count over prompt and
+A resumed attempt has the clean tokens as part of its prompt, and is told how many of them are the
+answer's own: for its penalties and its grammar they are said. Positions count over prompt and
 output, and every uniform is a function of (seed, stream, position), so what is drawn at a place
 does not depend on how many attempts there were: greedy text is the solo run's to the token. A
 sampled text has its right distribution, but may be another text than the solo run's, since verify
@@ -32,11 +33,9 @@ def seeded(start: Start) -> Start:
 
 
 def resumable(start: Start) -> bool:
-    """Can it go on behind tokens that are part of its prompt then? Penalties of output tokens
-    would take these for the prompt's, and scores of the prompt would have them."""
-    one = start.sampling
-    counted = one.presence_penalty or one.frequency_penalty
-    return not counted and one.prompt_logprobs is None
+    """Can it go on behind tokens that are part of its prompt then? Scores of the prompt would have
+    them."""
+    return start.sampling.prompt_logprobs is None
 
 
 def resumed(start: Start, kept: Sequence[int], request: str, salt: str) -> Start:
@@ -47,8 +46,14 @@ def resumed(start: Start, kept: Sequence[int], request: str, salt: str) -> Start
         max_tokens=one.max_tokens - len(kept),
         min_tokens=max(0, one.min_tokens - len(kept)),
     )
-    tokens = [*start.tokens, *kept]
-    return replace(start, request=request, tokens=tokens, sampling=sampling, salt=salt)
+    return replace(
+        start,
+        request=request,
+        tokens=[*start.tokens, *kept],
+        said=start.said + len(kept),
+        sampling=sampling,
+        salt=salt,
+    )
 
 
 def finished(sampling: Sampling, style: Style, tokens: Sequence[int]) -> Completed | None:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import jsonschema
 import openai
 import pytest
 
@@ -104,6 +105,37 @@ def test_a_wrong_field_is_named(tiny: Server) -> None:
     with client(tiny) as speaker, pytest.raises(openai.BadRequestError) as caught:
         speaker.completions.create(model="tiny", prompt="x", temperature=9.0)
     assert "temperature" in str(caught.value) and "2" in str(caught.value)
+
+
+def test_an_answer_follows_its_schema_and_a_forced_call_its_parameters(tiny: Server) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"path": {"type": "string", "maxLength": 9}, "line": {"enum": [1, 20]}},
+        "required": ["path", "line"],
+        "additionalProperties": False,
+    }
+    function = {"name": "read", "strict": True, "parameters": schema}
+    messages = [{"role": "user", "content": "def main("}]
+    with client(tiny) as speaker:
+        for seed in range(3):
+            asked = {"model": "tiny", "messages": messages, "max_tokens": 99, "seed": seed}
+            said = speaker.chat.completions.create(
+                response_format={
+                    "type": "json_schema",
+                    "json_schema": {"name": "place", "schema": schema, "strict": True},
+                },
+                **asked,
+            )  # type: ignore[call-overload]
+            jsonschema.validate(json.loads(said.choices[0].message.content), schema)
+            said = speaker.chat.completions.create(
+                tools=[{"type": "function", "function": function}],
+                tool_choice="required",
+                parallel_tool_calls=False,
+                **asked,
+            )  # type: ignore[call-overload]
+            assert said.choices[0].finish_reason == "tool_calls"
+            (call,) = said.choices[0].message.tool_calls
+            jsonschema.validate(json.loads(call.function.arguments), schema)
 
 
 def test_a_long_prompt_is_scored_whole(tiny: Server) -> None:
@@ -260,7 +292,7 @@ def test_a_pair_serves_and_a_new_prefill_worker_takes_the_place_of_a_hung_one() 
         (prefill,) = [pid for pid in children(server) if '"prefill-0"' in command_line(pid)]
         os.kill(prefill, signal.SIGSTOP)
         until_replaced(server, prefill)
-        body["prompt"] = "def other(" * 9
+        body |= {"prompt": "def other(" * 9, "guided_regex": "([a-z]{3}){2,5}"}
         expected = alone.post("/v1/completions", body)["choices"]
         assert server.post("/v1/completions", body)["choices"] == expected
         server.process.send_signal(signal.SIGTERM)

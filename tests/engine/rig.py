@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from stanchion.core.matching import Grammars
 from stanchion.core.messages import Abort, Ended, PromptScores, Start, Tokens
 from stanchion.core.request import Sampling
 from stanchion.engine.assemble import assemble
@@ -61,6 +62,7 @@ def hashed_engine(
     failpoints: tuple[str, ...] = (),
     tiers: TierPlan | None = None,
     poisoned: bool = False,
+    grammars: Grammars | None = None,
 ) -> Engine:
     limits = limits or Limits()
     return assemble(
@@ -72,6 +74,7 @@ def hashed_engine(
         record_drafts=True,
         poisoned=poisoned,
         tiers=tiers,
+        grammars=grammars,
     ).engine
 
 
@@ -85,10 +88,12 @@ def finish(engine: Engine, starts: list[Start]) -> dict[str, Heard]:
     return heard
 
 
-def solo(start: Start, draft_tokens: int, top_k: int | None = None) -> Heard:
+def solo(
+    start: Start, draft_tokens: int, top_k: int | None = None, grammars: Grammars | None = None
+) -> Heard:
     limits = Limits(chunk_tokens=1 << 16, draft_tokens=draft_tokens)
     pages = (len(start.tokens) + start.sampling.max_tokens) // 16 + 8
-    engine = hashed_engine(limits, pages, top_k=top_k)
+    engine = hashed_engine(limits, pages, top_k=top_k, grammars=grammars)
     heard = finish(engine, [start])[start.request]
     assert engine.audit() == []
     return heard
@@ -160,7 +165,16 @@ class Storm:
     steps: int = 0
 
 
-def storm(engine: Engine, choices: Choices, requests: int, abort_one_in: int = 5) -> Storm:
+Draw = Callable[[Choices, str, list[list[int]], list[Start]], Start]
+
+
+def storm(
+    engine: Engine,
+    choices: Choices,
+    requests: int,
+    abort_one_in: int = 5,
+    draw: Draw = random_start,
+) -> Storm:
     """Requests arrive in bursts; some are aborted at a moment that the choices pick."""
     result = Storm()
     rng = np.random.default_rng(choices.pick(1 << 30))
@@ -170,7 +184,7 @@ def storm(engine: Engine, choices: Choices, requests: int, abort_one_in: int = 5
         messages: list[Start | Abort] = []
         for _ in range(choices.pick(4) if len(result.starts) < requests else 0):
             if len(result.starts) < requests:
-                start = random_start(choices, f"request {len(result.starts)}", prefixes, turns)
+                start = draw(choices, f"request {len(result.starts)}", prefixes, turns)
                 result.starts[start.request] = start
                 result.heard[start.request] = Heard()
                 messages.append(start)
@@ -204,7 +218,12 @@ def _victim(engine: Engine, choices: Choices, one_in: int) -> tuple[str, str] | 
     return request.name, again + (" in flight" if flying else "")
 
 
-def wrong(result: Storm, draft_tokens: int, top_k: int | None = None) -> list[str]:
+def wrong(
+    result: Storm,
+    draft_tokens: int,
+    top_k: int | None = None,
+    grammars: Grammars | None = None,
+) -> list[str]:
     """Compare every answer with its oracle; an aborted one must be a prefix of it."""
     said = []
     for name, start in result.starts.items():
@@ -212,7 +231,7 @@ def wrong(result: Storm, draft_tokens: int, top_k: int | None = None) -> list[st
         if len(heard.ends) != 1:
             said.append(f"{name} ended {len(heard.ends)} times")
             continue
-        expected = solo(start, draft_tokens, top_k)
+        expected = solo(start, draft_tokens, top_k, grammars)
         if type(heard.ends[0].outcome).__name__ == "Cancelled":
             count = len(heard.tokens)
             record = heard.ends[0].draft_record or []

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from stanchion.core.messages import Start
 from stanchion.core.request import Sampling
@@ -24,6 +25,12 @@ ASKED: dict[str, dict[str, Any]] = {
     "greedy, repetition penalty": {"temperature": 0.0, "repetition_penalty": 1.3},
     "greedy, ends": {"temperature": 0.0, "ignore_eos": False, "min_tokens": 20},
     "sampled": {"temperature": 0.8, "top_p": 0.9, "draft_tokens": 0},
+    "sampled, output penalties": {
+        "temperature": 2.0,
+        "frequency_penalty": 2.0,
+        "presence_penalty": 2.0,
+        "draft_tokens": 0,
+    },
     "sampled, biased": {"temperature": 1.0, "logit_bias": ((50, 3.0),), "draft_tokens": 0},
 }
 
@@ -56,9 +63,11 @@ def test_an_attempt_that_draws_by_its_own_name_is_caught() -> None:
     assert rest.tokens != whole.tokens[15:]
 
 
-def test_a_penalty_of_output_tokens_does_not_carry_over() -> None:
-    """Why such an answer is not resumed in the middle: kept tokens are the prompt's by then."""
-    asked = start(temperature=2.0, frequency_penalty=2.0, presence_penalty=2.0, draft_tokens=0)
+def test_a_penalty_of_output_tokens_needs_to_know_them() -> None:
+    """The wrong variant: not told that they are the answer's, the engine takes kept tokens for the
+    prompt's."""
+    asked = start(**ASKED["sampled, output penalties"])
     whole = solo(asked, 3)
-    rests = [solo(resumed(asked, whole.tokens[:cut], f"r{cut}", ""), 3).tokens for cut in CUTS]
+    resumes = [resumed(asked, whole.tokens[:cut], f"r{cut}", "") for cut in CUTS]
+    rests = [solo(replace(one, said=0), 3).tokens for one in resumes]
     assert any(rest != whole.tokens[cut:] for cut, rest in zip(CUTS, rests))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from torch import Tensor
 from stanchion.core.request import Sampling
 from stanchion.device.kernels import choose
 from stanchion.engine import sample
+from stanchion.engine.ask import Chosen
 from stanchion.engine.sample import Ask, Window, distribution, draft, uniforms, verify
 
 VOCABULARY = 4
@@ -30,6 +31,14 @@ PENALISED = Sampling(
     max_tokens=LENGTH, temperature=0.9, presence_penalty=0.7, frequency_penalty=0.4,
     repetition_penalty=1.3, top_p=0.95, top_k=3, logit_bias=((2, 0.5),),
 )  # fmt: skip
+
+
+RESTRICTED = Sampling(max_tokens=LENGTH, temperature=0.8, top_p=0.95)
+MAY_FOLLOW = (0b0110, 0b1001, 0b1111, 0b0001)  # after each token, as bits of those that may come
+
+
+def toy_grammar(output: tuple[int, ...]) -> bytes:
+    return bytes([MAY_FOLLOW[output[-1]] if output else 0b1110])
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,8 @@ class Toy:
 
 def ask(sampling: Sampling, seed: int, output: tuple[int, ...]) -> Ask:
     place = FIRST + len(output)
-    return Ask(sampling, seed, place, len(output), prompt=PROMPT, output=output)
+    allowed = toy_grammar(output) if sampling is RESTRICTED else None
+    return Ask(sampling, seed, place, len(output), (), PROMPT, output, allowed)
 
 
 def law(target: Toy, sampling: Sampling) -> dict[tuple[int, ...], float]:
@@ -130,6 +140,7 @@ SLOW = pytest.mark.soak  # 100,000 draws with everything on take a minute
     [
         *(pytest.param(drafts, PLAIN, id=f"{drafts}-plain") for drafts in (1, 2, 3, 4)),
         *(pytest.param(drafts, FILTERED, id=f"{drafts}-filters") for drafts in (1, 2, 3, 4)),
+        *(pytest.param(drafts, RESTRICTED, id=f"{drafts}-grammar") for drafts in (1, 3, 4)),
         pytest.param(3, PENALISED, id="3-all"),
         *(pytest.param(drafts, PENALISED, id=f"{drafts}-all", marks=SLOW) for drafts in (1, 2, 4)),
     ],
@@ -184,6 +195,36 @@ def test_the_same_test_rejects_a_sampler_with(
     chance = p_value(drafts, PENALISED, 20_000)
     print(f"{mistake.__name__}, k = {drafts}: p = {chance:.3g}")
     assert chance < FAILS
+
+
+def test_the_same_test_rejects_a_sampler_that_restricts_drafts_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = sample.verify
+
+    def verify(logits: Tensor, windows: list[Window]) -> list[Chosen]:
+        free = [
+            replace(one, asks=tuple(replace(ask, allowed=None) for ask in one.asks))
+            for one in windows
+        ]
+        return right(logits, free)
+
+    monkeypatch.setitem(globals(), "verify", verify)
+    assert p_value(3, RESTRICTED, 2_000) < FAILS
+
+
+def test_only_rows_with_a_grammar_are_restricted_and_scores_stay_raw() -> None:
+    logits = torch.randn(2, VOCABULARY, generator=torch.Generator().manual_seed(1))
+    kept = logits.clone()
+    greedy = Sampling(max_tokens=9, temperature=0.0)
+    best = int(logits[1].argmax())
+    asks = [ask(greedy, 1, ()), Ask(greedy, 1, FIRST, allowed=bytes([0b1111 ^ 1 << best]))]
+    free, bound = verify(logits, [Window((one,)) for one in asks])
+    assert free.tokens == [int(logits[0].argmax())]
+    assert bound.tokens == [int(logits[1].topk(2).indices[1])]
+    raw = torch.log_softmax(kept, 1)
+    assert bound.logprobs[0] == pytest.approx(float(raw[1, bound.tokens[0]]), abs=1e-6)
+    assert torch.equal(logits, kept)
 
 
 def test_greedy_accepts_exactly_what_the_target_would_say() -> None:

@@ -118,9 +118,9 @@ BAD_COMPLETIONS = [
     ("suffix", "x"),
     ("best_of", 2),
     ("use_beam_search", True),
-    ("response_format", {"type": "json_object"}),
-    ("guided_regex", "(a*)*"),
-    ("structured_outputs", {"json": {}}),
+    ("response_format", {"type": "xml"}),
+    ("guided_regex", "(a*"),
+    ("structured_outputs", {"structural_tag": {}}),
 ]
 BAD_CHATS = [
     ("messages", []),

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from msgspec.structs import replace
 
 from stanchion.core.errors import ConfigError
 from stanchion.core.messages import Start
@@ -497,6 +498,14 @@ def test_a_resumed_start_asks_for_the_rest_and_nothing_else() -> None:
     assert resumed(start, [5] * 6, "r2", "").sampling.min_tokens == 0
 
 
+def test_a_resumed_start_says_what_of_it_is_the_answers() -> None:
+    """Twice resumed, its grammar and its penalties still count from the answer's first token."""
+    start = replace(_start(presence_penalty=1.0), grammar="{}")
+    again = resumed(resumed(start, [5, 6, 7], "r2", ""), [8], "r3", "")
+    assert (again.said, again.tokens, again.grammar) == (4, [1, 2, 5, 6, 7, 8], "{}")
+    assert again.sampling.presence_penalty == 1.0
+
+
 def test_draws_do_not_depend_on_the_attempts_name() -> None:
     start = seeded(_start())
     assert start.sampling.seed is not None
@@ -505,10 +514,10 @@ def test_draws_do_not_depend_on_the_attempts_name() -> None:
     assert seeded(_start(seed=3)).sampling.seed == 3
 
 
-def test_what_counts_output_tokens_is_not_resumed_in_the_middle() -> None:
-    assert resumable(_start()) and resumable(_start(repetition_penalty=1.5))
-    for one in ({"presence_penalty": 0.1}, {"frequency_penalty": -0.1}, {"prompt_logprobs": 0}):
-        assert not resumable(_start(**one))
+def test_what_scores_its_prompt_is_not_resumed_in_the_middle() -> None:
+    for one in ({}, {"repetition_penalty": 1.5}, {"presence_penalty": 0.1}):
+        assert resumable(_start(**one))
+    assert not resumable(_start(prompt_logprobs=0))
 
 
 def test_tokens_that_are_a_whole_answer_are_not_gone_on_with() -> None:

@@ -381,13 +381,12 @@ BAD = [
     ("stop_sequences", [""]),
     ("tools", [{"type": "web_search_20250305", "name": "web_search"}]),
     ("tools", [{"name": "no spaces", "input_schema": {}}]),
-    ("tools", [{"name": "f", "input_schema": {}, "strict": True}]),
-    ("tool_choice", {"type": "any"}),
-    ("tool_choice", {"type": "tool", "name": "read"}),
+    ("tool_choice", {"type": "tool"}),
+    ("tool_choice", {"type": "tool", "name": "write"}),
     ("tool_choice", {"type": "perhaps"}),
     ("thinking", {"type": "deep"}),
     ("thinking", {"type": "enabled", "budget_tokens": 0}),
-    ("output_config", {"format": {"type": "json_schema"}}),
+    ("output_config", {"format": {"type": "xml"}}),
     ("mcp_servers", [{"url": "x"}]),
     ("container", "x"),
 ]
@@ -408,6 +407,25 @@ def test_what_cannot_be_served_is_named(client, field: str, value: object):
         assert told["error"]["type"] == "invalid_request_error"
         assert told["error"]["param"].split("[")[0].split(".")[0] == field, told
         assert field in told["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"maxItems": 2**70}}}},
+            "output_config.format.schema",
+        ),
+        (
+            {"tools": [{"name": "f", "input_schema": {"type": "array"}, "strict": True}]},
+            "tools[0].input_schema",
+        ),
+    ],
+)
+def test_what_cannot_be_followed_is_named_as_it_is_here(client, asked: Any, field: str):
+    told = client.post("/v1/messages", json=body(**asked)).json()["error"]
+    assert told["param"] == field and told["message"].startswith(f"{field}: ")
 
 
 def nested(value: object, depth: int) -> object:

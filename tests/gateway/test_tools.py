@@ -320,14 +320,6 @@ def test_tools_that_must_not_be_called_are_not_told(client, worker: FakeWorker, 
         assert (b'"name": "read"' in shown) is told
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "read"}}])
-def test_a_call_cannot_be_forced_and_the_refusal_says_why(client, choice):
-    reply = client.post("/v1/chat/completions", json=body(tool_choice=choice))
-    error = reply.json()["error"]
-    assert (reply.status_code, error["param"]) == (400, "tool_choice")
-    assert "grammar" in error["message"]
-
-
 @pytest.mark.parametrize("arguments", ["{", "[1]", '"x"', '{"a": ' + "[" * 70 + "]" * 70 + "}"])
 def test_arguments_sent_back_must_be_an_object(client, arguments: str):
     messages = [

@@ -7,6 +7,7 @@ contexts stay what the names say.
 from __future__ import annotations
 
 import gc
+import json
 import subprocess
 import sys
 import time
@@ -23,11 +24,31 @@ from stanchion.cli.bench.measure import Measure, interleave
 from stanchion.cli.bench.sides import Ours, Theirs
 from stanchion.device.kernels.index_select import Context, Selection, select
 from stanchion.device.kernels.sparse_attention import sparse_attention
+from stanchion.gateway.structured import lark_part, schema_part
 from stanchion.lab.corpus import corpus
 from stanchion.model.glm5 import Glm5
 
 SAMPLED_TEMPERATURE = 0.7  # the embedded model's working range; greedy loops by itself
 TOP_K = 128
+# An answer that cannot end before the measure does.
+RECORD = {
+    "type": "object",
+    "properties": {
+        "path": {"type": "string", "maxLength": 40},
+        "line": {"type": "integer", "minimum": 0, "maximum": 99999},
+        "kind": {"enum": ["function", "class", "constant"]},
+    },
+    "required": ["path", "line", "kind"],
+    "additionalProperties": False,
+}
+RECORDS = json.dumps(
+    {
+        "grammars": [
+            lark_part("start: @records"),
+            {"name": "records"} | schema_part({"type": "array", "minItems": 500, "items": RECORD}),
+        ]
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -63,6 +84,7 @@ class Bench:
             "sparse_attention_flat": self.attention_flat,
             "indexer_floor": self.indexer_floor,
             "engine_overhead": self.overhead,
+            "grammar_cost": self.grammar_cost,
             "prefix_hit_ttft": self.prefix_hit,
             "start_to_ready_s": self.start_to_ready,
         }
@@ -238,6 +260,19 @@ class Bench:
             return 1.0 - side.model_s / (time.perf_counter() - began)
 
         return interleave(measure, share, None, self.sizes.repeats)
+
+    def grammar_cost(self) -> Measure:
+        """16 streams that follow a JSON schema, beside 16 that are free; no drafts on either."""
+        measure = Measure("grammar_cost", "tokens/s", "rate")
+        prompts = [self.prompt(512, at) for at in range(16)]
+        steps = self.sizes.tokens + 1
+
+        def rate(grammar: str | None) -> float:
+            return self.ours.decode_rate(
+                [self.ours.start(prompt, steps, grammar=grammar) for prompt in prompts]
+            )
+
+        return interleave(measure, lambda: rate(RECORDS), lambda: rate(None), self.sizes.repeats)
 
     def prefix_hit(self) -> Measure:
         """Time to the first token at 8k: 90 % from the prefix tree, beside all of it cold."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from stanchion.core.matching import Grammars
 from stanchion.core.messages import Start, Tokens
 from stanchion.core.request import Sampling
 from stanchion.engine.assemble import assemble, pages_that_fit
@@ -47,15 +48,32 @@ class Ours:
             setattr(model, one, self._timed(getattr(model, one)))
         limits = Limits(draft_tokens=self.draft_tokens)
         pages = pages_that_fit(model.schema.page_bytes, KV_GIB)
-        self.engine = assemble(model, limits, pages, name, revision, eos).engine
+        words = load_vocabulary(self.folder)
+        grammars = Grammars(words.pieces, words.special, eos, model.vocabulary)
+        self.engine = assemble(model, limits, pages, name, revision, eos, grammars=grammars).engine
 
     def start(
-        self, prompt: list[int], output: int, temperature: float = 0.0, salt: str = ""
+        self,
+        prompt: list[int],
+        output: int,
+        temperature: float = 0.0,
+        salt: str = "",
+        grammar: str | None = None,
     ) -> Start:
+        """It goes on for `output` tokens; under a grammar, only if that does."""
         sampling = Sampling(
-            max_tokens=output, temperature=temperature, ignore_eos=True, seed=len(prompt)
+            max_tokens=output,
+            temperature=temperature,
+            ignore_eos=grammar is None,
+            seed=len(prompt),
         )
-        return Start(request=f"r{next(self._names)}", tokens=prompt, sampling=sampling, salt=salt)
+        return Start(
+            request=f"r{next(self._names)}",
+            tokens=prompt,
+            sampling=sampling,
+            salt=salt,
+            grammar=grammar,
+        )
 
     def first_token_s(self, start: Start) -> float:
         """Seconds from arrival to the first token; the request is run to its end after."""
