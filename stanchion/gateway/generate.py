@@ -105,7 +105,7 @@ class Generation:
         finally:
             self._leave()
             self._account()
-            self._course.end = time.monotonic()
+            self._course.ends(time.monotonic())
 
     def over(self) -> Over:
         """How the first choice ended."""
@@ -160,6 +160,7 @@ class Generation:
         else:
             written = self._writer.whole(pieces, scores)
         self._course.byte(time.monotonic())
+        self._course.ends(time.monotonic())
         await self._call.whole(200, JSON, written)
         return None
 
@@ -184,6 +185,7 @@ class Generation:
                 # that does not know `error` events still cannot take this for a whole answer.
                 await self._call.write(self._dialect.failed(error, self._call.name))
                 return None
+        self._course.ends(time.monotonic())
         await self._call.send({"type": "http.response.body", "body": self._writer.done()})
         return None
 

@@ -23,8 +23,10 @@ from stanchion.core.messages import Spec
 from stanchion.core.outcome import Completed, PeerLost
 from stanchion.core.recording import HEADER, Attempt, Header, Recorded, Segment
 from stanchion.gateway.record import recorder as module
-from stanchion.gateway.record.blocks import chain, root
+from stanchion.gateway.record.blocks import chain, raw_tokens, root
 from stanchion.gateway.record.files import Files
+from stanchion.gateway.record.segments import Marked, Marks, segments, stem
+from stanchion.gateway.record.sessions import Sessions
 from stanchion.gateway.settings import GatewaySettings
 
 from .conftest import Gateway, running
@@ -216,7 +218,7 @@ def test_without_the_key_a_guess_cannot_be_hashed(alone: FakeWorker, tmp_path: P
 
     found = [recorded(alone, tmp_path / name, talk)[0] for name in ("r", "s")]
     assert found[0].blocks != found[1].blocks, "a key of each recording's own"
-    guess = chain(root(b"", "", ""), list(b"y" * 128), 64).blocks
+    guess = chain(root(b"", "", ""), raw_tokens(b"y" * 128), 64).blocks
     assert not {*guess} & {*found[0].blocks, *found[1].blocks}
 
 
@@ -389,9 +391,29 @@ def test_a_body_that_only_a_typed_reader_can_read_is_counted(
     assert first.status_code in (200, 400)
 
 
-def test_segments_add_up_where_there_are_no_markers() -> None:
-    from stanchion.gateway.record.segments import Marks, segments, stem
+def test_who_comes_while_another_runs_has_waited_for_nothing() -> None:
+    sessions = Sessions()
+    first = sessions.named("s", 1.0)
+    assert (sessions.ended(first, 2.0), first.turn) == (None, 0)
+    second, beside = sessions.named("s", 3.0), sessions.named("s", 3.5)
+    assert sessions.ended(second, 5.0) == 1.0
+    assert sessions.ended(beside, 6.0) is None, "the second ran when it came"
+    quick, late = sessions.named("s", 8.0), sessions.named("s", 9.5)  # before the news of 9.0
+    assert sessions.ended(quick, 9.0) == 2.0 and sessions.ended(late, 10.0) == 0.5
+    assert [one.turn for one in (second, beside, quick, late)] == [1, 2, 3, 4]
 
+
+def test_what_is_known_of_sessions_is_bounded() -> None:
+    sessions = Sessions(sessions_max=10)
+    for number in range(100):
+        sessions.named(str(number), float(number))
+    assert sessions.named("99", 100.0).turn == 1 and sessions.named("5", 100.0).turn == 0
+    lost = [sessions.named("99", 101.0) for _ in range(1000)]
+    assert len(lost[0].session.open) <= 256
+
+
+def test_segments_add_up_where_there_are_no_markers() -> None:
     none = Marks.of([b"a", b"b"], frozenset())
-    assert segments([0, 1, 0], none, False) == (Segment("other", 3),)
-    assert segments([], none, True) == () and stem([0, 1], none) == 2
+    three = Marked.of(raw_tokens([0, 1, 0]), none)
+    assert segments(three, none, False) == (Segment("other", 3),) and stem(three, none) == 3
+    assert segments(Marked.of(b"", none), none, True) == ()

@@ -135,7 +135,7 @@ def _recorded(
     said = typed("chat", body)
     assert isinstance(said, ChatBody)
     ids = tokenised.ids(chat_text(said, vocabulary))
-    prompt = chain(root(b"", "", ""), ids.tolist(), PAGE_TOKENS)
+    prompt = chain(root(b"", "", ""), ids.tobytes(), PAGE_TOKENS)
     arrival = turn * TURN_S + session
     return Recorded(
         request=f"{session} {turn}",

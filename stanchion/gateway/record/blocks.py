@@ -51,8 +51,9 @@ def link(parent: bytes, raw: bytes) -> bytes:
     return blake2b(raw, key=parent, digest_size=CHAIN_BYTES).digest()
 
 
-def chain(first: bytes, tokens: Sequence[int], block_tokens: int) -> Chain:
-    raw, size = raw_tokens(tokens), block_tokens * TOKEN_BYTES
+def chain(first: bytes, raw: bytes, block_tokens: int) -> Chain:
+    """Of the prompt's tokens, as `raw_tokens` gives them."""
+    size = block_tokens * TOKEN_BYTES
     whole = len(raw) // size * size
     links: list[bytes] = []
     parent = first

@@ -39,6 +39,10 @@ class Course:
     def byte(self, now: float) -> None:
         self.first_byte = now if self.first_byte is None else self.first_byte
 
+    def ends(self, now: float) -> None:
+        """Its last byte is about to be sent, or nothing will be."""
+        self.end = now if self.end is None else self.end
+
     def token(self, now: float) -> None:
         self.first_token = now if self.first_token is None else self.first_token
 

@@ -25,10 +25,10 @@ from stanchion.core.recording import ClientAbort, Content, Header, Recorded, Tim
 from stanchion.gateway import journal
 from stanchion.gateway.choice import Piece
 from stanchion.gateway.markup import CallArguments, CallCut, CallOpened, Reasoning
-from stanchion.gateway.record.blocks import Chain, chain, pseudonym, root
+from stanchion.gateway.record.blocks import Chain, chain, pseudonym, raw_tokens, root
 from stanchion.gateway.record.course import Arrived, Course, Over
 from stanchion.gateway.record.files import Files
-from stanchion.gateway.record.segments import Marks, segments, stem
+from stanchion.gateway.record.segments import Marked, Marks, segments, stem
 from stanchion.gateway.record.sessions import Place, Sessions
 
 QUEUE_MAX = 8192
@@ -133,23 +133,25 @@ class Recorder:
         arrived, at = entry.arrived, entry.course.arrival - self.origin
         assert header.block_tokens is not None
         first = root(self._key, arrived.tenant, arrived.salt)
-        prompt = chain(first, arrived.tokens, header.block_tokens)
+        raw = raw_tokens(arrived.tokens)
+        prompt, marked = chain(first, raw, header.block_tokens), Marked.of(raw, self._marks)
         if arrived.session:
             name = pseudonym(self._key, f"{arrived.tenant}\0{arrived.session}")
             place = self._sessions.named(name, at)
         else:
-            stem_tokens = stem(arrived.tokens, self._marks)
+            stem_tokens = stem(marked, self._marks)
             place = self._sessions.derived(
                 arrived.request, first, prompt, arrived.tokens, stem_tokens, header.block_tokens, at
             )
-        entry.known = _Known(place, prompt, self._head(arrived, place, prompt, at))
+        entry.known = _Known(place, prompt, self._head(arrived, place, prompt, marked, at))
 
-    def _head(self, arrived: Arrived, place: Place, prompt: Chain, at: float) -> Recorded:
+    def _head(
+        self, arrived: Arrived, place: Place, prompt: Chain, marked: Marked, at: float
+    ) -> Recorded:
         return Recorded(
             request=arrived.request,
             session=place.session.name,
             turn=place.turn,
-            think_s=place.think_s,
             tenant=pseudonym(self._key, arrived.tenant),
             api=arrived.api,
             model=arrived.model,
@@ -162,26 +164,27 @@ class Recorder:
             blocks=prompt.blocks,
             tail_tokens=prompt.tail_tokens,
             tail=prompt.shown_tail,
-            segments=segments(arrived.tokens, self._marks, arrived.tools),
+            segments=segments(marked, self._marks, arrived.tools),
         )
 
     def _write(self, entry: Entry, over: Over) -> None:
         known, course = entry.known, entry.course
         assert known is not None, "what arrived was heard before its end"
-        if course.end is not None:
-            self._sessions.ended(known.place, course.end - self.origin)
+        assert course.end is not None, "it was noted before this was told"
+        waited = self._sessions.ended(known.place, course.end - self.origin)
         try:
-            line = msgspec.json.encode(self._whole(entry, known, over)) + b"\n"
+            line = msgspec.json.encode(self._whole(entry, known, over, waited)) + b"\n"
         except (msgspec.DecodeError, RecursionError):  # a body that only a typed reader can read
             self.lost["unreadable"] += 1
         else:
             self._append(line)
         self._released += len(entry.arrived.raw or b"")
 
-    def _whole(self, entry: Entry, known: _Known, over: Over) -> Recorded:
+    def _whole(self, entry: Entry, known: _Known, over: Over, waited: float | None) -> Recorded:
         course = entry.course
         return msgspec.structs.replace(
             known.head,
+            think_s=waited,
             times=self._times(course),
             output_tokens=over.output_tokens,
             cached_tokens=over.cached_tokens,

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from stanchion.core.recording import Kind, Segment
 
 MARKERS: Mapping[bytes, Kind] = {
@@ -38,26 +40,40 @@ class Marks:
         return cls(kinds, frozenset(one for one in kinds if pieces[one] in ANSWER))
 
 
-def segments(tokens: Sequence[int], marks: Marks, tools: bool) -> tuple[Segment, ...]:
+@dataclass(frozen=True)
+class Marked:
+    """The markers in a prompt: (place, token), in order. `tokens`: how many it has."""
+
+    places: tuple[tuple[int, int], ...]
+    tokens: int
+
+    @classmethod
+    def of(cls, prompt: bytes, marks: Marks) -> Marked:
+        """`prompt`: int32, as `blocks.raw_tokens` gives them."""
+        ids = np.frombuffer(prompt, dtype=np.int32)
+        found = np.flatnonzero(np.isin(ids, list(marks.kinds))).tolist()
+        return cls(tuple((at, int(ids[at])) for at in found), len(ids))
+
+
+def segments(prompt: Marked, marks: Marks, tools: bool) -> tuple[Segment, ...]:
     """`tools`: the first system segment declares them, as the templates of this family do."""
     cuts: list[tuple[int, Kind]] = [(0, "other")]
-    for at, token in enumerate(tokens):
-        kind = marks.kinds.get(token)
-        if kind is not None:
-            if kind == "system" and tools:
-                kind, tools = "tools", False
-            cuts.append((at, kind))
-    ends = [at for at, _ in cuts[1:]] + [len(tokens)]
+    for at, token in prompt.places:
+        kind = marks.kinds[token]
+        if kind == "system" and tools:
+            kind, tools = "tools", False
+        cuts.append((at, kind))
+    ends = [at for at, _ in cuts[1:]] + [prompt.tokens]
     return tuple(
         Segment(kind, end - at) for (at, kind), end in zip(cuts, ends, strict=True) if end > at
     )
 
 
-def stem(tokens: Sequence[int], marks: Marks) -> int:
+def stem(prompt: Marked, marks: Marks) -> int:
     """How many tokens there are before the words that ask for the answer."""
-    for at in range(len(tokens) - 1, -1, -1):
-        if tokens[at] in marks.answers:
+    for at, token in reversed(prompt.places):
+        if token in marks.answers:
             return at
-        if marks.kinds.get(tokens[at], "assistant") not in ("assistant", "reasoning"):
+        if marks.kinds[token] not in ("assistant", "reasoning"):
             break
-    return len(tokens)
+    return prompt.tokens

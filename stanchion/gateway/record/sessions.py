@@ -10,29 +10,43 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from stanchion.gateway.record.blocks import TOKEN_BYTES, Chain, link, raw_tokens
 
 SESSIONS_MAX = 65_536
+OPEN_MAX = 256  # requests of a session at once
 
 
 @dataclass
 class Session:
     name: str
     turns: int = 0
-    open: int = 0  # requests that have not ended
+    open: list[Place] = field(default_factory=list)  # requests that have not ended
     last_end: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Place:
-    """Of one request: its session, its turn there (from 0), and what its client waited."""
+    """Of one request: its session, and its turn there (from 0)."""
 
     session: Session
     turn: int
-    think_s: float | None
+    arrival: float
+    before: float | None  # when the last of those ended that had
+    beside: tuple[Place, ...]  # those that were not known to have ended
+    end: float | None = None
+
+    def think_s(self) -> float | None:
+        """What the client waited, as far as is known by now. Who arrives while another request of
+        the session runs has waited for nothing of it. A client may be quicker than the news that
+        its last request has ended, so this is asked when its own has."""
+        ends = [one.end for one in self.beside]
+        if self.before is not None:
+            ends.append(self.before)
+        known = [end for end in ends if end is not None and end <= self.arrival]
+        return self.arrival - max(known) if known and len(known) == len(ends) else None
 
 
 class Sessions:
@@ -102,20 +116,21 @@ class Sessions:
         _bound(self._stems, self._max)
         _bound(self._tails, self._max)
 
-    def ended(self, place: Place, end: float) -> None:
-        session = place.session
-        session.open -= 1
+    def ended(self, place: Place, end: float) -> float | None:
+        """What its client had waited before it; see `Place`."""
+        session, place.end = place.session, end
+        waited, place.beside = place.think_s(), ()
+        if place in session.open:
+            session.open.remove(place)
         session.last_end = end if session.last_end is None else max(session.last_end, end)
+        return waited
 
 
 def _turn(session: Session, arrival: float) -> Place:
-    """Who arrives while another request of the session runs has waited for nothing of it."""
-    waited = None
-    if not session.open and session.last_end is not None:
-        waited = max(0.0, arrival - session.last_end)
-    place = Place(session, session.turns, waited)
+    place = Place(session, session.turns, arrival, session.last_end, tuple(session.open))
     session.turns += 1
-    session.open += 1
+    session.open.append(place)
+    del session.open[:-OPEN_MAX]  # the news of an end may be lost
     return place
 
 

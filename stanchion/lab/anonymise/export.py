@@ -196,7 +196,7 @@ class Replaced(Export):
         if one.blocks:
             salt = str(content.body.get("cache_salt") or "")
             first = root(b"", one.tenant, salt)
-            after = chain(first, ids.tolist(), self.surrogates.page_tokens)
+            after = chain(first, ids.tobytes(), self.surrogates.page_tokens)
             self.before.append(one.blocks)
             self.after.append(after.blocks)
         return structs.replace(bare, content=content)
