@@ -22,6 +22,7 @@ from stanchion.core.request import Sampling
 from stanchion.engine.assemble import assemble, pages_that_fit
 from stanchion.engine.loop import Engine
 from stanchion.engine.scheduler import Limits
+from stanchion.gateway.tokens import load_vocabulary
 from stanchion.model.load import load_glm
 from stanchion.model.text import Model
 
