@@ -427,7 +427,7 @@ def test_the_commands(
     written = json.loads((out / PRIVACY).read_text())
     assert written["canaries"]["leaked"] == 0 and written["kept"]["differences"] == []
     assert main(["convert", str(out)]) == 0
-    assert "level surrogate: 29 requests, 0 torn" in capsys.readouterr().out
+    assert "level surrogate: 30 requests, 0 torn" in capsys.readouterr().out
     target = tmp_path / "m.jsonl"
     assert main(["convert", str(out), str(target), "--to", "mooncake", "--block-tokens", "64"]) == 0
     assert "blocks of 64 tokens: what is shared within one is lost" in capsys.readouterr().out
