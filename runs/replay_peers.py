@@ -24,6 +24,7 @@ from stanchion.cli.bench import stub
 from stanchion.cli.bench.replay import RATES, lateness_p99, serving
 from stanchion.core.errors import ConfigError
 
+START_S, PATIENCE = 180.0, 5.0  # a tool that takes longer than so many times the trace hangs
 SHORT = 4  # the short run is a so many-th of the long one
 Row = dict[str, object]
 
@@ -87,9 +88,17 @@ def measure(peer: Peer, home: Path, rate: int, seconds: float) -> tuple[float, f
         command = peer.command(home, url, trace, Path(folder))
         offline = {"HF_HOME": str(home / "hf"), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
         before = _cpu_s()
-        done = subprocess.run(
-            command, env={**os.environ, **offline}, cwd=folder, capture_output=True, check=False
-        )
+        try:
+            done = subprocess.run(
+                command,
+                env={**os.environ, **offline},
+                cwd=folder,
+                capture_output=True,
+                check=False,
+                timeout=START_S + PATIENCE * seconds,
+            )
+        except subprocess.TimeoutExpired:
+            raise ConfigError(f"{peer.name} did not end") from None
         spent = _cpu_s() - before
         with urllib.request.urlopen(f"{url}/arrivals", timeout=60) as reply:
             arrivals = json.loads(reply.read())

@@ -126,7 +126,8 @@ def _taken_up(
     """The header to begin with, what is done, and where its time goes on."""
     header = RunHeader(
         trace=asked.trace, url=asked.url, model=asked.model or server.model, loop=whole.loop,
-        speed=whole.pace.words(), copies=asked.copies, seed=asked.seed, arm=asked.arm,
+        speed=whole.pace.words(), gap_max_s=asked.gap_max_s, spread_s=asked.spread_s,
+        copies=asked.copies, seed=asked.seed, arm=asked.arm,
         concurrency=asked.concurrency, processes=asked.processes, solo=bool(asked.solo),
         requests=len(whole.steps), started_unix_s=time.time(),
         lateness=lateness([], asked.lateness_max_s),
@@ -136,7 +137,10 @@ def _taken_up(
             raise ConfigError(f"--out {folder} is not empty, and it is no run that could go on")
         return header, frozenset(), 0.0
     before = read_header(folder)
-    for name in ("trace", "loop", "speed", "copies", "seed", "arm", "solo", "requests"):
+    for name in (
+        *("trace", "loop", "speed", "gap_max_s", "spread_s", "copies"),
+        *("seed", "arm", "solo", "requests"),
+    ):
         was, now = getattr(before, name), getattr(header, name)
         if was != now:
             raise ConfigError(f"--out {folder} has a run with {name} {was!r}, not {now!r}")

@@ -19,7 +19,7 @@ from stanchion.lab.formats.options import Options
 from stanchion.lab.formats.sniff import read
 from stanchion.lab.replay_body import Api, Bodies, Extra
 from stanchion.lab.replay_client import HttpClient
-from stanchion.lab.replay_plan import Plan, cut_out, one_by_one, pace, plan
+from stanchion.lab.replay_plan import Plan, cut_out, one_by_one, pace, plan, spread
 from stanchion.lab.replay_text import Scale, Stretches
 from stanchion.lab.replay_timing import LATENESS_MAX_S
 from stanchion.lab.results import Loop, read_results
@@ -43,6 +43,7 @@ class Asked(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     loop: Loop = "open"
     speed: str = "1"
     gap_max_s: float | None = None
+    spread_s: float = 0.0
     copies: int = 1
     seed: int = 0
     first: int | None = None
@@ -92,6 +93,8 @@ def make_plan(asked: Asked) -> tuple[Plan, int | None]:
         return one_by_one(cases(Path(asked.trace), asked.solo), asked.times, asked.seed), None
     recorded = read(Path(asked.trace), Options(unit=asked.unit))
     requests = sorted(recorded, key=lambda one: (one.times.arrival, one.request))[: asked.first]
+    if asked.spread_s:
+        requests = spread(requests, asked.spread_s)
     if asked.part is not None:
         requests = cut_out(requests, *asked.part)
     made = plan(

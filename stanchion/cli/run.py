@@ -98,6 +98,10 @@ def _replay(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     when.add_argument("--speed", default="1", help="of the trace's time: 4, or stages 1x60,2x60,4")
     when.add_argument("--gap-max", type=float, metavar="S", help="cut idle gaps (trace's seconds)")
+    when.add_argument(
+        "--spread", type=float, default=0.0, metavar="S",
+        help="sessions begin over so many seconds more (trace's), where all would begin at once",
+    )  # fmt: skip
     when.add_argument("--copies", type=int, default=1, help="of all sessions, apart in the cache")
     when.add_argument("--seed", type=int, default=0, help="of the copies' salts")
     when.add_argument("--first", type=int, metavar="N", help="only so many requests of the trace")
@@ -143,7 +147,8 @@ def _asked(said: argparse.Namespace) -> Asked:
     return Asked(
         trace=said.trace, url=said.url or "", out=said.out, model=said.model, arm=said.arm,
         api_key=said.api_key or os.environ.get("STANCHION_API_KEY", ""), loop=said.loop,
-        speed=said.speed, gap_max_s=said.gap_max, copies=said.copies, seed=said.seed,
+        speed=said.speed, gap_max_s=said.gap_max, spread_s=said.spread,
+        copies=said.copies, seed=said.seed,
         first=said.first, aborts=not said.no_aborts, concurrency=said.concurrency,
         timeout_s=said.timeout, processes=said.processes, lateness_max_s=bound, api=said.api,
         temperature=said.temperature, max_tokens=said.max_tokens,

@@ -18,8 +18,10 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import accumulate, pairwise
 
+from msgspec import structs
+
 from stanchion.core.errors import ConfigError
-from stanchion.core.recording import ClientAbort, Recorded
+from stanchion.core.recording import ClientAbort, Recorded, Times
 from stanchion.lab.results import Loop
 
 SPEED_MAX = 1e6
@@ -210,6 +212,26 @@ def _root(session: str, parents: dict[str, str]) -> str:
         seen.add(session)
         session = parents[session]
     return session
+
+
+def spread(requests: Sequence[Recorded], seconds: float) -> list[Recorded]:
+    """Sessions begin evenly over so many seconds more, in their order, with their sub-agents. For
+    traces that know times within a session alone, where all of them would begin at once."""
+    if not 0.0 <= seconds < float("inf"):
+        raise ConfigError(f"spread is {seconds}; it must be 0 or more seconds")
+    parents = {one.session: one.parent for one in requests if one.parent is not None}
+    ordered = sorted(requests, key=lambda one: (one.times.arrival, one.request))
+    roots = list(dict.fromkeys(_root(one.session, parents) for one in ordered))
+    later = {root: seconds * at / len(roots) for at, root in enumerate(roots)}
+    return [
+        structs.replace(one, times=_moved(one.times, later[_root(one.session, parents)]))
+        for one in ordered
+    ]
+
+
+def _moved(times: Times, by: float) -> Times:
+    known = {name: getattr(times, name) for name in times.__struct_fields__}
+    return Times(**{name: at + by for name, at in known.items() if at is not None})
 
 
 def cut_out(requests: Sequence[Recorded], number: int, of: int) -> list[Recorded]:

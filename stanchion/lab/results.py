@@ -122,6 +122,8 @@ class RunHeader(Struct, frozen=True, kw_only=True):
     model: str
     loop: Loop
     speed: str
+    gap_max_s: float | None = None
+    spread_s: float = 0.0
     copies: int
     seed: int
     arm: str = ""

@@ -157,6 +157,18 @@ def test_an_answer_made_again_is_recorded_with_its_verdicts(tmp_path: Path) -> N
     assert {first.worker, second.worker} == {"both-0", "both-1"}
 
 
+def test_several_choices_are_one_record_that_speaks_of_the_first(
+    alone: FakeWorker, tmp_path: Path
+) -> None:
+    def talk(gateway: Gateway) -> None:
+        body = {"prompt": ["four", "sixsix"], "n": 2, "max_tokens": 20}
+        assert gateway.client.post("/v1/completions", json=body).status_code == 200
+
+    (one,) = recorded(alone, tmp_path / "r", talk)
+    assert (one.choices, one.input_tokens, one.output_tokens) == (4, 4, 12)
+    assert one.attempts == (Attempt(worker="both-0", outcome="completed", tokens=12),)
+
+
 # ---- sessions -------------------------------------------------------------------------------
 
 

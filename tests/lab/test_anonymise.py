@@ -313,6 +313,15 @@ def test_the_same_text_has_the_same_surrogate_and_others_have_others(
         assert len(made) == len(short)
 
 
+def test_names_and_numbers_are_a_tenants_own(words: Words) -> None:
+    said = [f"name_{number}" for number in range(50)]
+    first, second = ([words.name(tenant, one) for one in said] for tenant in "ab")
+    assert len({*first}) == len({*second}) == 50 and first != second
+    assert [words.name("a", one) for one in said] == first and not {*first} & {*said}
+    assert KEY.digits("a", "-120.5e10") != KEY.digits("b", "-120.5e10")
+    assert len(KEY.digits("a", "100000000042")) == 12 and KEY.digits("a", "x") == "x"
+
+
 def test_prompts_share_pages_as_before(words: Words, tokenised: Tokenised) -> None:
     """Cut anywhere, also amid a page: what differs there shares no more than it did."""
     maker = Surrogates(vocabulary(), tokenised, words, PAGE)
@@ -418,7 +427,7 @@ def test_the_commands(
     written = json.loads((out / PRIVACY).read_text())
     assert written["canaries"]["leaked"] == 0 and written["kept"]["differences"] == []
     assert main(["convert", str(out)]) == 0
-    assert "level surrogate: 29 requests, 0 torn" in capsys.readouterr().out
+    assert "level surrogate: 30 requests, 0 torn" in capsys.readouterr().out
     target = tmp_path / "m.jsonl"
     assert main(["convert", str(out), str(target), "--to", "mooncake", "--block-tokens", "64"]) == 0
     assert "blocks of 64 tokens: what is shared within one is lost" in capsys.readouterr().out

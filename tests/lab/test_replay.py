@@ -23,7 +23,16 @@ from stanchion.gateway.tokens import Vocabulary, load_vocabulary
 from stanchion.lab import corpus
 from stanchion.lab.formats.sniff import read
 from stanchion.lab.replay_body import Bodies
-from stanchion.lab.replay_plan import Pace, Stage, one_by_one, pace, plan, resumed, share
+from stanchion.lab.replay_plan import (
+    Pace,
+    Stage,
+    one_by_one,
+    pace,
+    plan,
+    resumed,
+    share,
+    spread,
+)
 from stanchion.lab.replay_run import Limits
 from stanchion.lab.replay_stream import StreamFold
 from stanchion.lab.replay_text import Scale, Stretches, prompt
@@ -203,6 +212,23 @@ def test_recorded_sessions_of_claude_code_are_reproduced(loop: Loop) -> None:
         pytest.skip("STANCHION_TRACES is not set")
     trace = list(read(Path(folder) / "weka_claude_code_sessions.jsonl.gz"))
     check_reproduced(trace, loop)
+
+
+def test_sessions_that_would_begin_at_once_are_spread() -> None:
+    trace = [
+        recorded("a0", 0.0, session="a", end=1.0),
+        recorded("a1", 5.0, session="a", turn=1, end=6.0),
+        recorded("b0", 0.0, session="b"),
+        recorded("sub", 2.0, session="s", parent="a", agent="x"),
+        recorded("c0", 0.0, session="c"),
+    ]
+    moved = {one.request: one.times for one in spread(trace, 30.0)}
+    assert {name: times.arrival for name, times in moved.items()} == {
+        "a0": 0.0, "a1": 5.0, "sub": 2.0, "b0": 10.0, "c0": 20.0
+    }  # fmt: skip
+    assert moved["a1"].end == 6.0 and moved["b0"].end is None
+    with pytest.raises(ConfigError, match="spread is -1"):
+        spread(trace, -1.0)
 
 
 def test_a_trace_without_ends_says_itself_how_long_its_clients_waited() -> None:

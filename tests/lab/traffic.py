@@ -93,6 +93,8 @@ def agents(gateway: Gateway, plant: Plant) -> None:
                     "tool_call_id": f"call{turn}",
                 },
             ]
+    body = {"prompt": [SOURCE[:300], SOURCE[100:500]], "n": 2, "max_tokens": 5}
+    gateway.client.post("/v1/completions", json=body).raise_for_status()
     for length in (400, 900, 900, 1500):  # prompts of which one is the beginning of another
         body = {"prompt": SOURCE[:length], "max_tokens": 5}
         gateway.client.post("/v1/completions", json=body).raise_for_status()

@@ -45,6 +45,7 @@ INNER = frozenset({"items", "additionalProperties", "not", "propertyNames"})
 LISTS = frozenset({"allOf", "anyOf", "oneOf", "items"})
 EFFORTS = frozenset({"minimal", "low", "medium", "high", "max", "xhigh"})
 SWITCHES = frozenset({"enable_thinking", "thinking", "clear_thinking", "preserve_thinking"})
+EXACT = frozenset({"pattern", "format"})  # read by programs, so a word that is no expression
 Json = Any
 
 
@@ -220,6 +221,8 @@ def _keyword(name: str, said: Json, put: Put) -> Json:
         return "/".join(
             one if one in SCHEMA_WORDS | {"#"} else put.name(one) for one in said.split("/")
         )
+    if name in EXACT and isinstance(said, str):
+        return put.name(said)
     if name == "$schema" and isinstance(said, str) and len(said) <= DRAFT_CHARACTERS_MAX:
         return f"{DRAFTS[0]}schema#" if said.startswith(DRAFTS) else put.line(said)
     return value(said, put)

@@ -45,9 +45,9 @@ class Key:
         own = self.draw("block", tenant.encode())
         return lambda said: blake2b(said.encode(), key=own, digest_size=SHOWN_BYTES).hexdigest()
 
-    def digits(self, said: str) -> str:
+    def digits(self, tenant: str, said: str) -> str:
         """Other digits in the same places; the first of several is none of 0."""
-        drawn = self.draw("digits", said.encode())
+        drawn = self.draw("digits", tenant.encode(), said.encode())
         places = list(DIGIT.finditer(said))
         made = list(said)
         for count, place in enumerate(places):

@@ -43,6 +43,7 @@ class _Marks:
     """Puts a mark in each text's place. Names: as they are, or others."""
 
     words: Words
+    tenant: str
     rename: bool
     texts: list[str] = field(default_factory=list)
     lines: list[bool] = field(default_factory=list)
@@ -60,13 +61,13 @@ class _Marks:
         return f"{OPEN}{len(self.texts) - 1}{SHUT}"
 
     def name(self, said: str) -> str:
-        return self.words.name(said) if self.rename else said
+        return self.words.name(self.tenant, said) if self.rename else said
 
     def number(self, said: int | float) -> int | float:
-        return other_number(self.words.key, said) if self.rename else said
+        return other_number(self.words.key, self.tenant, said) if self.rename else said
 
     def secret(self, said: str) -> str:
-        return self.words.key.name(said)
+        return self.words.key.name(f"{self.tenant}\0{said}")
 
 
 @dataclass
@@ -74,6 +75,7 @@ class _Fill:
     """Puts the surrogates there, in the same order."""
 
     words: Words
+    tenant: str
     surrogates: Iterator[str]
 
     def text(self, said: str) -> str:
@@ -84,13 +86,13 @@ class _Fill:
         return next(self.surrogates) if said else said
 
     def name(self, said: str) -> str:
-        return self.words.name(said)
+        return self.words.name(self.tenant, said)
 
     def number(self, said: int | float) -> int | float:
-        return other_number(self.words.key, said)
+        return other_number(self.words.key, self.tenant, said)
 
     def secret(self, said: str) -> str:
-        return self.words.key.name(said)
+        return self.words.key.name(f"{self.tenant}\0{said}")
 
 
 def edges(said: str) -> tuple[str, str]:
@@ -101,11 +103,11 @@ def edges(said: str) -> tuple[str, str]:
     return said[: len(said) - len(core)], core
 
 
-def other_number(key: Key, said: int | float) -> int | float:
+def other_number(key: Key, tenant: str, said: int | float) -> int | float:
     """Of as many digits. 0 and 1 say no more than a switch does."""
     if said in (0, 1):
         return said
-    made = key.digits(repr(said))
+    made = key.digits(tenant, repr(said))
     try:
         return int(made) if isinstance(said, int) else float(made)
     except ValueError:  # not a number
@@ -170,7 +172,7 @@ class Surrogates:
         offset = self.tokenised.prefix if body.add_special_tokens else 0
         if len(ids) + offset != one.input_tokens:
             raise NotPlaced("other tokens than recorded")
-        marks, renamed = _Marks(self.words, False), _Marks(self.words, True)
+        marks, renamed = (_Marks(self.words, one.tenant, rename) for rename in (False, True))
         before = chat_text(replaced(body, marks), self.vocabulary)
         after = chat_text(replaced(body, renamed), self.vocabulary)
         leaves = _located(original.encode(), before.encode(), marks)
@@ -179,7 +181,7 @@ class Surrogates:
             raise NotPlaced("the template shows other texts for other names")
         made = self._fitted(one.tenant, ids, offset, leaves, skeleton[0::2])
         texts = [made.get(number, "x") for number in range(len(marks.texts))]
-        filled = replaced(body, _Fill(self.words, iter(texts)))
+        filled = replaced(body, _Fill(self.words, one.tenant, iter(texts)))
         again = self.tokenised.ids(chat_text(filled, self.vocabulary))
         if len(again) != len(ids):
             raise NotPlaced("its surrogate is of another length")
@@ -259,7 +261,7 @@ class Surrogates:
         shown, ids = made[0]
         if len(ids) + (offset if isinstance(prompts[0], str) else 0) != one.input_tokens:
             raise NotPlaced("other tokens than recorded")
-        put = _Marks(self.words, True)
+        put = _Marks(self.words, one.tenant, True)
         kept = CompletionBody(
             prompt=shown if len(made) == 1 else [text for text, _ in made],
             logprobs=body.logprobs,

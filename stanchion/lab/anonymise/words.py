@@ -43,8 +43,8 @@ class Words:
     shared: int = 0
     _known: OrderedDict[tuple[bytes, int], bytes] = field(default_factory=OrderedDict)
     _taken: dict[tuple[str, int, Begins, bytes], bytes] = field(default_factory=dict)
-    _names: dict[str, str] = field(default_factory=dict)
-    _used_names: set[str] = field(default_factory=set)
+    _names: dict[tuple[str, str], str] = field(default_factory=dict)
+    _used_names: set[tuple[str, str]] = field(default_factory=set)
 
     def text(self, tenant: str, ids: Ids, tokens: int, begins: Begins, lines: bool) -> bytes:
         """The surrogate of these tokens, so many tokens long. `lines`: it may break them."""
@@ -106,25 +106,25 @@ class Words:
         begin = self._drawn(pool, content + b"a", half, begins, free)
         return begin + self._drawn(pool, content + b"b", tokens - half, "amid", free)
 
-    def name(self, said: str) -> str:
+    def name(self, tenant: str, said: str) -> str:
         """An identifier for an identifier, of as many tokens where there are enough of them."""
-        if not said or said in self._names:
-            return self._names.get(said, "")
+        if not said or (tenant, said) in self._names:
+            return self._names.get((tenant, said), "")
         size = len(self.tokenised.ids(said))
         known = self.identifiers.get(size, [])
-        start = self.key.number("identifier", said.encode())
+        start = self.key.number("identifier", tenant.encode(), said.encode())
         for probe in range(min(PROBES, len(known))):
             found = known[(start + probe) % len(known)]
-            if found not in self._used_names and found != said:
-                return self._keep(said, found)
+            if (tenant, found) not in self._used_names and found != said:
+                return self._keep(tenant, said, found)
         for probe in range(LETTERED):
-            drawn = self.key.draw("letters", said.encode(), b"%d" % probe)[: len(said)]
-            found = "".join(ascii_letters[byte % len(ascii_letters)] for byte in drawn)
-            if found not in self._used_names and len(self.tokenised.ids(found)) == size:
-                return self._keep(said, found)
-        return self._keep(said, f"name_{self.key.name(said)}")
+            drawn = self.key.draw("letters", tenant.encode(), said.encode(), b"%d" % probe)
+            found = "".join(ascii_letters[byte % len(ascii_letters)] for byte in drawn[: len(said)])
+            if (tenant, found) not in self._used_names and len(self.tokenised.ids(found)) == size:
+                return self._keep(tenant, said, found)
+        return self._keep(tenant, said, f"name_{self.key.name(tenant + said)}")
 
-    def _keep(self, said: str, made: str) -> str:
-        self._names[said] = made
-        self._used_names.add(made)
+    def _keep(self, tenant: str, said: str, made: str) -> str:
+        self._names[tenant, said] = made
+        self._used_names.add((tenant, made))
         return made
