@@ -56,6 +56,7 @@ class Asked(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     api: Api | None = None
     temperature: float | None = None
     max_tokens: int | None = None
+    answer_tokens: int | None = None
     block_tokens: int | None = None
     unit: Literal["ms", "s"] | None = None
     tokenizer: str = "tiny"
@@ -71,6 +72,7 @@ class Asked(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             ("concurrency", self.concurrency, 1, 1_000_000),
             ("first", self.first, 1, 1 << 40),
             ("max-tokens", self.max_tokens, 1, 1 << 24),
+            ("answer-tokens", self.answer_tokens, 1, 1 << 24),
             ("timeout", self.timeout_s, 0.001, 86_400.0),
             ("lateness-max", self.lateness_max_s, 0.0, 86_400.0),
         ):
@@ -140,6 +142,7 @@ def make_bodies(asked: Asked, server: Server, block_tokens: int | None) -> Bodie
         extras=known,
         temperature=asked.temperature,
         max_tokens=asked.max_tokens,
+        answer_tokens=asked.answer_tokens,
         salted=salted,
         as_ids=asked.as_ids,
         stretches=cache(lambda: stretches(asked.tokenizer)),

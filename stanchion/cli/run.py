@@ -118,6 +118,10 @@ def _replay(command: argparse.ArgumentParser) -> None:
     what.add_argument("--temperature", type=float, help="instead of the recorded one")
     what.add_argument("--max-tokens", type=int, metavar="N", help="no answer may be longer")
     what.add_argument(
+        "--answer-tokens", type=int, metavar="N",
+        help="so many for each answer to a made prompt, where --block-tokens would shrink it",
+    )  # fmt: skip
+    what.add_argument(
         "--block-tokens", type=int, metavar="N",
         help="what a block of the trace becomes; prompts and answers shrink alike",
     )  # fmt: skip
@@ -152,6 +156,7 @@ def _asked(said: argparse.Namespace) -> Asked:
         first=said.first, aborts=not said.no_aborts, concurrency=said.concurrency,
         timeout_s=said.timeout, processes=said.processes, lateness_max_s=bound, api=said.api,
         temperature=said.temperature, max_tokens=said.max_tokens,
+        answer_tokens=said.answer_tokens,
         block_tokens=said.block_tokens, unit=said.unit, tokenizer=said.tokenizer,
         as_ids=said.as_ids, salt=said.salt, solo=tuple(said.solo), times=said.times,
     )  # fmt: skip

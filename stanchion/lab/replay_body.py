@@ -34,6 +34,7 @@ Json = dict[str, Any]
 @dataclass(frozen=True)
 class Bodies:
     """`extras`: what to ask the server for besides text. `max_tokens`: no answer gets more.
+    `answer_tokens`: what made prompts ask for, instead of what was recorded.
     `salted`: copies say `cache_salt`; made prompts differ between copies anyway. `as_ids`: made
     prompts are sent as token ids, where the server takes them (completions)."""
 
@@ -42,6 +43,7 @@ class Bodies:
     extras: frozenset[Extra] = frozenset()
     temperature: float | None = None
     max_tokens: int | None = None
+    answer_tokens: int | None = None
     salted: bool = True
     as_ids: bool = False
     stretches: Callable[[], Stretches] | None = field(default=None, repr=False)
@@ -69,7 +71,9 @@ class Bodies:
         tokens = prompt(one, stretches, self.scale, step.salt)
         body: Json = dict(_sampling(one.sampling))
         wanted = one.output_tokens if one.output_tokens is not None else one.max_tokens
-        if wanted is not None:
+        if self.answer_tokens is not None:
+            body["max_tokens"] = self.answer_tokens
+        elif wanted is not None:
             body["max_tokens"] = max(1, self.scale.of(wanted))
         api = self.api or (one.api if one.api in ("chat", "completions") else "completions")
         if api == "chat":

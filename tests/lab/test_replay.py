@@ -589,6 +589,8 @@ def test_made_prompts_have_no_blocks_but_their_length(stretches: Stretches) -> N
     path, body = only(trace, made)
     assert path == "/v1/completions" and body["max_tokens"] == 28 and body["temperature"] == 0.0
     assert "ignore_eos" not in body and "seed" not in body
+    longer = Bodies("m", stretches=lambda: stretches, answer_tokens=96)
+    assert only(trace, longer)[1]["max_tokens"] == 96
     sampled = hashed("b", tokens=9, sampling=Sampling(max_tokens=5, top_p=0.9, ignore_eos=True))
     body = only(sampled, made)[1]
     assert body["temperature"] == 1.0 and body["top_p"] == 0.9 and "ignore_eos" not in body
