@@ -631,6 +631,15 @@ def test_what_text_servers_cannot_do_is_refused(of_kind: OfKind) -> None:
     assert server.asked == []
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_grammar_is_refused_and_not_left_out(of_kind: OfKind, kind: Kind) -> None:
+    gateway, server = of_kind(kind)
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+    reply = whole(gateway.client, response_format=schema)
+    assert reply.status_code == 400 and server.asked == []
+    assert reply.json()["error"]["param"] == "response_format"
+
+
 def test_content_filters_are_no_success(of_kind: OfKind) -> None:
     gateway, server = of_kind("openai")
     server.edit = lambda said, body: text_events([{"content": "ab"}], "content_filter")  # type: ignore[arg-type]

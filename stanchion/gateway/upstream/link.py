@@ -216,7 +216,12 @@ class UpstreamLink:
             await self._side.server.whole(asked, ABORT_BYTES, ABORT_S)
 
     async def _attempt(self, start: Start, used: Collection[Life]) -> None:
-        scores = start.sampling.prompt_logprobs is not None
+        one = start.sampling
+        if start.grammar is not None:
+            raise Wrong(Rejected("response_format", "grammars are not handed to other engines yet"))
+        if start.said and (one.presence_penalty or one.frequency_penalty):
+            raise Wrong(Rejected("presence_penalty", "an answer with it cannot be resumed there"))
+        scores = one.prompt_logprobs is not None
         if start.sampling.max_tokens == 0 and not scores:
             self._say(Ended(request=start.request, outcome=Completed("length")))
         elif start.prefill is None:
