@@ -40,7 +40,10 @@ PREFIXES, TAILS, PREFIX_TOKENS = 12, 5, 512
 FAULT = "index_read_before_ready"
 LAYERS = 6  # of the embedded model, its draft layer included
 SIZES = ["kv.memory_gib=0.0025", "kv.host_cache_gib=0.1", "engine.running_max=4"]
-COUNTED = ("witness_verdicts", "quality_retries", "output_anomalies", "witness_tokens")
+COUNTED = (
+    "witness_verdicts", "quality_retries", "output_anomalies", "witness_tokens", "routed",
+    "quarantines", "kv_pages_dropped", "pages_quarantined", "workers_taken_out",
+)  # fmt: skip
 READY_S = 120.0
 
 

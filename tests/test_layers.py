@@ -67,6 +67,7 @@ MAY_TOUCH: dict[str, set[str]] = {
     "disagg/link.py": {"zmq"},
     "disagg/worker.py": {"os", "signal", "time", "zmq"},
     "gateway/app.py": {"asyncio", "time"},
+    "gateway/attempts.py": {"asyncio"},
     "gateway/fleet.py": {"asyncio", "zmq"},
     "gateway/generate.py": {"asyncio", "time", "uuid"},
     "gateway/intake.py": {"asyncio", "concurrent"},
@@ -77,6 +78,7 @@ MAY_TOUCH: dict[str, set[str]] = {
     "gateway/record/files.py": {"os"},
     "gateway/record/recorder.py": {"secrets", "threading", "time"},
     "gateway/serve.py": {"asyncio", "signal", "socket", "uvicorn", "uvloop"},
+    "gateway/waiting.py": {"asyncio"},
     "gateway/upstream/client.py": {"aiohttp"},
     "gateway/upstream/link.py": {"asyncio"},
     "gateway/upstream/place.py": {"urllib"},  # an address is taken apart; nothing is opened
@@ -119,6 +121,7 @@ MAY_TOUCH: dict[str, set[str]] = {
     "cli/serve.py": {"os", "tempfile", "time"},
     "cli/storm.py": {"torch"},
     "cli/supervisor.py": {"asyncio", "os", "signal", "subprocess"},
+    "cli/top.py": {"http", "time", "urllib"},
     "cli/verify.py": {"asyncio", "os", "signal", "time"},
     "cli/worker.py": {"os", "torch", "zmq"},
 }

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from stanchion.cli import lab, run
+from stanchion.cli import lab, look, run
 from stanchion.cli.plan import Asked
 from stanchion.cli.settings import read_config
 from stanchion.core.config import Config, check, describe
@@ -162,6 +162,8 @@ def parser() -> argparse.ArgumentParser:
     )
     _verify(verify)
     _chat(commands.add_parser("chat", help="talk to a server in the terminal"))
+    shown = commands.add_parser("top", help="workers, requests and verdicts of a running server")
+    look.options(shown, os.environ.get("STANCHION_ADMIN_KEY", ""))
     _bench(commands.add_parser("bench", help="measure, side by side with what it replaces"))
     lab.add(commands)
     run.add(commands)

@@ -67,6 +67,10 @@ def serve(config: Config, api_keys: Keys, peer_key: str = "", admin_keys: Keys =
     return 1
 
 
+def _list(said: str) -> tuple[str, ...]:
+    return tuple(filter(None, (one.strip() for one in said.split(","))))
+
+
 def gateway_settings(config: Config, api_keys: Keys, peer_key: str) -> GatewaySettings:
     gateway, cluster = config.gateway, config.cluster
     # Were there nobody else, a worker in a long step would be better than none.
@@ -80,8 +84,18 @@ def gateway_settings(config: Config, api_keys: Keys, peer_key: str) -> GatewaySe
         reasoning_parser=gateway.reasoning_parser,
         requests_per_minute=gateway.requests_per_minute,
         tokens_per_minute=gateway.tokens_per_minute,
-        quotas=tuple(filter(None, (one.strip() for one in gateway.quotas.split(",")))),
+        quotas=_list(gateway.quotas),
+        priorities=_list(gateway.priorities),
+        priority_best=gateway.priority_best,
+        breaker_faults=gateway.breaker_faults,
+        breaker_rest_s=gateway.breaker_rest_s,
+        breaker_probes=gateway.breaker_probes,
+        confirmed_max=gateway.confirmed_max,
+        confirmed_window_s=gateway.confirmed_window_s,
+        prefix_blocks_max=gateway.prefix_blocks_max,
         in_flight_max=gateway.in_flight_max,
+        waiting_max=gateway.waiting_max,
+        waiting_s=gateway.waiting_s,
         drain_s=gateway.drain_s,
         worker_silence_s=max(WORKER_SILENCE_S, cluster.silence_s),
         suspect_s=max(cluster.suspect_s, cluster.silence_s) if alone else cluster.suspect_s,

@@ -252,7 +252,7 @@ class _Run:
 
     def _count(self, running: Cluster) -> None:
         report, fleet = self.report, running.fleet
-        report.retries = dict(fleet.retries)
+        report.retries = dict(fleet.attempts.retries)
         report.suspicions = fleet.suspicions
         for view in fleet.views():
             report.restarts += view.lost

@@ -73,7 +73,9 @@ class Gateway:
     quotas: Annotated[
         str, "NAME=REQUESTS:TOKENS a minute, ... for tenants with quotas of their own"
     ] = ""
-    in_flight_max: Annotated[int, "requests accepted at once; more get 429"] = 256
+    in_flight_max: Annotated[int, "requests accepted at once; more wait, or get 429"] = 256
+    waiting_max: Annotated[int, "requests that wait for room, most urgent first; 0: none"] = 0
+    waiting_s: Annotated[float, "longest time that one waits for room"] = 30.0
     drain_s: Annotated[float, "how long SIGTERM waits for what was accepted"] = 300.0
     integrity: Annotated[
         str, "what is done about wrong output: off, report, balanced, guarded or strict"
@@ -83,8 +85,22 @@ class Gateway:
     witness_share: Annotated[
         float, "share of answers that are witnessed though nothing is suspected, 0 to 1"
     ] = 0.0
-    retries_share: Annotated[float, "quality retries a minute, as a share of requests"] = 0.1
-    retries_spare: Annotated[int, "quality retries a minute besides, for little traffic"] = 10
+    retries_share: Annotated[float, "retries a minute, as a share of requests"] = 0.1
+    retries_spare: Annotated[int, "retries a minute besides, for little traffic"] = 10
+    breaker_faults: Annotated[int, "faults of a worker in 30 s, half of all, that shut it out"] = 5
+    breaker_rest_s: Annotated[float, "how long it is shut out then"] = 5.0
+    breaker_probes: Annotated[int, "requests that then try whether it is well"] = 1
+    confirmed_max: Annotated[
+        int, "confirmed answers within a window that take a worker out of rotation; 0: never"
+    ] = 3
+    confirmed_window_s: Annotated[float, "how long that window is"] = 600.0
+    prefix_blocks_max: Annotated[int, "hashes of prompts kept to route by, of all workers"] = (
+        1_000_000
+    )
+    priority_best: Annotated[int, "the most urgent priority that tenants may ask for"] = 0
+    priorities: Annotated[
+        str, "NAME=USUAL:BEST, ... for tenants with priorities of their own; lower is earlier"
+    ] = ""
     baselines: Annotated[str, "file of what healthy answers look like; empty: the one here"] = ""
     record: Annotated[str, "folder to record requests to, without content; empty: none are"] = ""
     record_content: Annotated[bool, "record what is asked and answered, too"] = False

@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 
 from stanchion.core.grammar import GRAMMAR_BYTES_MAX
 from stanchion.core.outcome import Leaver, Outcome
-from stanchion.core.request import NAME_CHARACTERS_MAX, Sampling, TokenId
+from stanchion.core.request import NAME_CHARACTERS_MAX, Priority, Sampling, TokenId
 
 Name = Annotated[str, Meta(min_length=1, max_length=NAME_CHARACTERS_MAX)]
 Address = Annotated[str, Meta(min_length=1, max_length=512)]
@@ -41,6 +41,8 @@ class Start(Struct, frozen=True, kw_only=True, tag="start"):
     `prefill` is given to decode workers alone: who computes the prompt's KV. `grammar` is what the
     answer has to follow (`core.grammar`). The last `said` of the tokens are the answer's own, said
     by an earlier attempt at it: penalties and grammar count them in.
+    Of two requests the one of lower `priority` is earlier (as in vLLM), within a bound. `session`
+    names, by a hash, the conversation that it belongs to, "" if its client did not say.
     """
 
     request: Name
@@ -51,6 +53,8 @@ class Start(Struct, frozen=True, kw_only=True, tag="start"):
     prefill: Partner | None = None
     grammar: Annotated[str, Meta(max_length=GRAMMAR_BYTES_MAX)] | None = None
     said: Annotated[int, Meta(ge=0, le=PROMPT_TOKENS_MAX)] = 0
+    priority: Priority = 0
+    session: Annotated[str, Meta(max_length=NAME_CHARACTERS_MAX)] = ""
 
 
 class Abort(Struct, frozen=True, tag="abort"):
@@ -66,7 +70,21 @@ class Greet(Struct, frozen=True, tag="greet"):
     """Asks for `Hello`."""
 
 
-ToWorker = Start | Abort | Drain | Greet
+class Quarantine(Struct, frozen=True, kw_only=True, tag="quarantine"):
+    """An answer of these tokens was wrong, by the tenant and with the salt that it had: nothing
+    that it read may be found again."""
+
+    tokens: Annotated[list[TokenId], Meta(min_length=1, max_length=PROMPT_TOKENS_MAX)]
+    tenant: Annotated[str, Meta(max_length=NAME_CHARACTERS_MAX)] = ""
+    salt: Annotated[str, Meta(max_length=NAME_CHARACTERS_MAX)] = ""
+
+
+class Flush(Struct, frozen=True, tag="flush"):
+    """Give back all that is kept for reuse alone, on every tier."""
+
+
+Order = Quarantine | Flush  # about what is kept, and no request's
+ToWorker = Start | Abort | Drain | Greet | Order
 
 # ---- worker to gateway ----------------------------------------------------------------------
 
@@ -196,6 +214,8 @@ class Progress(Struct, frozen=True, kw_only=True, tag="progress"):
     kv_bytes_sent: int = 0
     deadlines: int = 0  # requests cut off by the prefill deadline
     draining: bool = False  # it takes nothing new
+    quarantines: int = 0  # orders to drop a prefix that were carried out
+    pages_dropped: int = 0  # KV pages that are shared no more for these
     tiers: TierProgress | None = None
 
 

@@ -5,11 +5,12 @@ Only `Completed` may become a success marker on the wire. Everything else names 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, assert_never
 
 from msgspec import Struct
 
 Reason = Literal["stop", "length"]
+FaultOwner = Literal["client", "capacity", "worker", "data"]
 Leaver = Literal["client", "deadline", "monitor", "drain", "stop_string", "admin"]
 
 
@@ -36,7 +37,12 @@ class Overloaded(Struct, frozen=True, tag="overloaded"):
 
 
 class PeerLost(Struct, frozen=True, tag="peer_lost"):
+    """`peer` names the worker that was lost, where it is another one than says so; `owner` whose
+    fault it is."""
+
     message: str
+    peer: str = ""
+    owner: FaultOwner = "worker"
 
 
 class OutputSuspect(Struct, frozen=True, tag="output_suspect"):
@@ -46,6 +52,30 @@ class OutputSuspect(Struct, frozen=True, tag="output_suspect"):
 
 
 Outcome = Completed | Cancelled | Rejected | Overloaded | PeerLost | OutputSuspect
+
+
+def fault_owner(ended: Outcome) -> FaultOwner | None:
+    """Whose fault it is that an attempt ended so; None where it is nobody's. What clients do, and
+    what is refused for want of room, says nothing against a worker; nor does a wrong answer say
+    that the next attempt there will fail: that is the data's fault, and judged elsewhere."""
+    match ended:
+        case Completed():
+            return None
+        case Cancelled(by="deadline"):
+            return "worker"
+        case Cancelled(by="monitor") | OutputSuspect():
+            return "data"
+        case Cancelled(by="drain" | "admin"):
+            return None
+        case Cancelled() | Rejected():
+            return "client"
+        case Overloaded():
+            return "capacity"
+        case PeerLost():
+            return ended.owner
+        case _:
+            assert_never(ended)
+
 
 # From harmless to worst. A suspect output stays suspect whatever else happened to the request.
 _ORDER: tuple[type, ...] = (Completed, Cancelled, Rejected, Overloaded, PeerLost, OutputSuspect)

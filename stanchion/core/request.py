@@ -13,6 +13,10 @@ from msgspec import Meta, Struct
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 
+PRIORITY_MAX = 100
+Priority = Annotated[int, Meta(ge=-PRIORITY_MAX, le=PRIORITY_MAX)]
+AHEAD = 16  # later arrivals that one step of priority lets a request overtake
+
 TOP_LOGPROBS_MAX = 20
 STOP_IDS_MAX = 64
 LOGIT_BIAS_MAX = 1024
@@ -49,3 +53,10 @@ class Sampling(Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
+
+
+def rank(arrivals: int, priority: int) -> int:
+    """Where a request stands among those that wait, lower being earlier: a more urgent one counts
+    as one that arrived earlier, by `AHEAD` arrivals a step. So it is overtaken by none that is
+    less urgent, and none waits for more than so many that came later."""
+    return arrivals + AHEAD * priority

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from stanchion.core.messages import (
     Abort,
     Ended,
@@ -120,7 +122,9 @@ class DecodeSide:
             self.peers[partner.incarnation] = peer
             self._meet(peer)
         if peer.ended or peer.cut:
-            self._fail(request.name, PeerLost(f"prefill worker {partner.name} is gone"))
+            self._fail(
+                request.name, PeerLost(f"prefill worker {partner.name} is gone", partner.name)
+            )
             return
         self._numbers += 1
         first_page = request.computed // self.engine.ready.page_tokens
@@ -196,7 +200,8 @@ class DecodeSide:
         # it is the one that we had, prefill has something to say of it: it is asked again.
         for receiving in list(peer.handoffs.values()):
             if receiving.session not in (None, word.session):
-                self._drained(receiving, PeerLost(f"{peer.partner.name} ended an earlier session"))
+                name = peer.partner.name
+                self._drained(receiving, PeerLost(f"{name} ended an earlier session", name))
         peer.session = word.session
         if word.host == self.host:  # a pid means nothing elsewhere
             self.watch(word.incarnation, word.pids)
@@ -214,7 +219,7 @@ class DecodeSide:
             return False
         peer.session, peer.invitation = None, None
         peer.attempt = self._next_attempt()
-        lost = PeerLost(f"prefill worker {peer.partner.name} {why}")
+        lost = PeerLost(f"prefill worker {peer.partner.name} {why}", peer.partner.name)
         for receiving in list(peer.handoffs.values()):
             if ended or receiving.session is not None:
                 self._release(receiving, lost)
@@ -222,7 +227,7 @@ class DecodeSide:
 
     def _unreachable(self, peer: Peer, why: str) -> None:
         """What was never offered to it can be given up; what was offered waits for evidence."""
-        lost = PeerLost(f"prefill worker {peer.partner.name} {why}")
+        lost = PeerLost(f"prefill worker {peer.partner.name} {why}", peer.partner.name)
         for receiving in list(peer.handoffs.values()):
             if receiving.session is None:
                 self._release(receiving, lost)
@@ -263,15 +268,18 @@ class DecodeSide:
     def _drained(self, receiving: Receiving, outcome: Outcome) -> None:
         if receiving.state.phase == "offered":
             if isinstance(outcome, Rejected):  # there, not here: another one may take it
-                named = f"prefill worker {receiving.peer.partner.name} cannot take it"
-                outcome = PeerLost(f"{named}: {outcome.message}")
+                name = receiving.peer.partner.name
+                said = f"prefill worker {name} cannot take it: {outcome.message}"
+                outcome = PeerLost(said, name, "client")
+            elif isinstance(outcome, PeerLost) and not outcome.peer:
+                outcome = replace(outcome, peer=receiving.peer.partner.name)
             self._fail(receiving.request.name, outcome)
         self._feed(receiving, h.Drained())
 
     def _lost(self, receiving: Receiving, now: float) -> None:
         if receiving.state.phase == "offered":
             writer = receiving.peer.partner.name
-            self._fail(receiving.request.name, PeerLost(f"a write of {writer} failed"))
+            self._fail(receiving.request.name, PeerLost(f"a write of {writer} failed", writer))
             receiving.cancelled_at = now
             self._feed(receiving, h.Abort())
         if receiving.number in receiving.peer.handoffs and self._may_suspect(receiving.peer, now):
@@ -351,6 +359,7 @@ class DecodeSide:
             prompt_logprobs=start.sampling.prompt_logprobs if request.wants_scores else None,
             first_page=receiving.first_page,
             pages=request.pages[receiving.first_page : total].tolist(),
+            priority=start.priority,
         )
         self.out.append((peer.partner, word))
 
@@ -412,7 +421,8 @@ class DecodeSide:
             self._feed(receiving, h.Tick())
         stuck = cancelled_at is not None and now - cancelled_at > self.times.drain_s
         if silent and receiving.state.phase == "offered":
-            self._fail(receiving.request.name, PeerLost(f"{receiving.peer.partner.name} is silent"))
+            name = receiving.peer.partner.name
+            self._fail(receiving.request.name, PeerLost(f"{name} is silent", name))
             receiving.cancelled_at = now
             self._feed(receiving, h.Abort())
         if (silent or stuck) and receiving.pins and self._may_suspect(receiving.peer, now):

@@ -270,7 +270,7 @@ class PrefillSide:
         self._heard.append(
             Start(
                 request=sending.name, tokens=word.tokens, sampling=sampling, tenant=word.tenant,
-                salt=word.salt,
+                salt=word.salt, priority=word.priority,
             )
         )  # fmt: skip
 
@@ -306,7 +306,8 @@ class PrefillSide:
                 sending.source = request.pages
                 sending.generations = request.generations
             elif sending.generations is not request.generations:  # it was set back, and begins anew
-                sending.outcome = PeerLost("the prompt's KV had to be computed again")
+                why = "the prompt's KV had to be computed again"
+                sending.outcome = PeerLost(why, owner="capacity")
                 self._feed(session, sending, h.Abort())
                 continue
             whole = end // self.engine.ready.page_tokens

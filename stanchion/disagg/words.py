@@ -19,7 +19,7 @@ from msgspec import Meta, Struct
 
 from stanchion.core.messages import PROMPT_TOKENS_MAX, Name, TopToken
 from stanchion.core.outcome import Outcome
-from stanchion.core.request import NAME_CHARACTERS_MAX, TokenId
+from stanchion.core.request import NAME_CHARACTERS_MAX, Priority, TokenId
 from stanchion.kv.transfer.words import Invitation
 
 RANKS_MAX = 64
@@ -56,6 +56,7 @@ class Offer(Struct, frozen=True, kw_only=True, tag="offer"):
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None
     first_page: Number
     pages: PageNumbers
+    priority: Priority = 0
 
 
 class Cancel(Struct, frozen=True, kw_only=True, tag="cancel"):

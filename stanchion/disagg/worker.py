@@ -22,6 +22,7 @@ from stanchion.core.messages import (
     Drain,
     Drained,
     Ended,
+    Flush,
     FromWorker,
     Greet,
     Hello,
@@ -29,6 +30,7 @@ from stanchion.core.messages import (
     Name,
     Progress,
     PromptScores,
+    Quarantine,
     Refused,
     Start,
     Suspected,
@@ -41,6 +43,7 @@ from stanchion.core.outcome import Overloaded, Rejected
 from stanchion.disagg.decode import DecodeSide
 from stanchion.disagg.link import Link, Socket
 from stanchion.disagg.prefill import PrefillSide
+from stanchion.engine.condemn import condemn, flush
 from stanchion.engine.loop import Engine
 
 log = logging.getLogger(__name__)
@@ -213,6 +216,8 @@ class Worker:
             kv_bytes_sent=side.bytes_sent if isinstance(side, PrefillSide) else 0,
             deadlines=side.deadlines if isinstance(side, DecodeSide) else 0,
             draining=self.draining or self.stopping,
+            quarantines=counts.quarantines,
+            pages_dropped=counts.pages_dropped,
             tiers=None if engine.tiered is None else engine.tiered.tiers.progress(),
         )
 
@@ -257,6 +262,10 @@ class Worker:
                 self._send(peer, self.progress())
             case Drain():
                 self._drain(True)
+            case Quarantine():
+                condemn(self.side.engine, message)
+            case Flush():
+                flush(self.side.engine)
             case Start() if message.request in self.owners:
                 log.error("a second request has the name of one that is running: dropped")
             case Start() if self.draining or self.stopping:

@@ -7,10 +7,11 @@ from hashlib import blake2b
 
 import numpy as np
 
-from stanchion.core.identity import CacheIdentity
+from stanchion.core.identity import CacheIdentity, Digest
 from stanchion.core.matching import GrammarFault, Grammars
 from stanchion.core.messages import Start
 from stanchion.core.outcome import Completed, Outcome, Overloaded, Rejected
+from stanchion.core.request import rank
 from stanchion.engine.grammar import begun
 from stanchion.engine.request import Request
 from stanchion.engine.scheduler import Limits
@@ -60,24 +61,29 @@ def refusal(
     return None
 
 
+def root_of(tenant: str, salt: str, served: Served) -> Digest:
+    """Of the prefix chain of this tenant and salt."""
+    return CacheIdentity(tenant, salt, served.model, served.revision, served.schema).digest()
+
+
 def accepted(
-    start: Start, served: Served, arrival: int, grammars: Grammars | None = None
+    start: Start, served: Served, arrivals: int, grammars: Grammars | None = None
 ) -> Request | Rejected:
     """The request that this message asks for. Without a seed, its name is its seed."""
     try:
         matcher = begun(start, grammars)
     except GrammarFault as fault:
         return Rejected("grammar", str(fault))
+    arrival = rank(arrivals, start.priority)
     length = len(start.tokens)
     tokens = np.zeros(length + start.sampling.max_tokens, np.int32)
     tokens[:length] = start.tokens
-    identity = CacheIdentity(start.tenant, start.salt, served.model, served.revision, served.schema)
+    root = root_of(start.tenant, start.salt, served)
     seed = start.sampling.seed
     if seed is None:
         seed = int.from_bytes(blake2b(start.request.encode(), digest_size=8).digest(), "little")
     eos = () if start.sampling.ignore_eos else served.eos_ids
     ends = (*eos, *start.sampling.stop_ids)
-    root = identity.digest()
     return Request(
         start, arrival, seed, ends, served.eos_ids, root, tokens, length, matcher=matcher
     )

@@ -16,3 +16,5 @@ class Counters:
     verify_steps: int = 0
     proposed: int = 0
     accepted: int = 0
+    quarantines: int = 0
+    pages_dropped: int = 0

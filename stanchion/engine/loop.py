@@ -74,6 +74,7 @@ class Engine:
     wanting: list[Request] = field(default_factory=list)  # they have pages, and need KV from afar
     inspect: Inspect | None = None
     tiered: Tiered | None = None
+    condemned: list[Pages] = field(default_factory=list)  # whoever holds them begins again
     grammars: Grammars | None = None
     _arrivals: int = 0
 
@@ -116,10 +117,8 @@ class Engine:
 
     def waits_for_kv(self, name: str) -> bool:
         """Has it not come to computing its answer yet?"""
-        request = self.running.get(name) or self._waiting(name)
-        if request is None or request.generated:
-            return False
-        return request.phase in ("waiting", "receive")
+        one = self.running.get(name) or self._waiting(name)
+        return one is not None and not one.generated and one.phase in ("waiting", "receive")
 
     # ---- hear -------------------------------------------------------------------------------
 
@@ -139,7 +138,7 @@ class Engine:
         if not isinstance(taken, Request):
             return [Ended(request=start.request, outcome=taken)]
         self._arrivals += 1
-        self.waiting.append(taken)
+        insort(self.waiting, taken, key=lambda one: one.arrival)
         return []
 
     @property
@@ -175,6 +174,7 @@ class Engine:
     def _settle_tiers(self) -> list[FromWorker]:
         """Whoever holds a page that was loaded wrong begins again, without it."""
         bad = self.tiered.tiers.poll() if self.tiered is not None else NO_PAGES
+        bad, self.condemned = np.concatenate([bad, *self.condemned]), []
         if not len(bad):
             return []
         self.tree.forget(bad)
@@ -182,7 +182,7 @@ class Engine:
         said: list[FromWorker] = []
         for request in [one for one in self.running.values() if np.isin(one.pages, bad).any()]:
             if request.phase == "receive":  # a peer writes behind what it has
-                said.append(self._end(request, Suspect("a page from the host tier differs")))
+                said.append(self._end(request, Suspect("a page that it holds is bad")))
             else:
                 self._preempt(request)
         return said

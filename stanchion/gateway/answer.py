@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, assert_never
 
 from stanchion.core.errors import Overloaded, PeerLost
-from stanchion.core.messages import Counted, Hello, PromptScores, Spec, Start
+from stanchion.core.messages import Counted, Hello, PromptScores, Quarantine, Spec, Start
 from stanchion.core.outcome import Completed, Leaver
 from stanchion.core.request import Sampling
 from stanchion.gateway.choice import Style
@@ -41,6 +41,9 @@ class Workers(Protocol):
     def start(self, starts: Sequence[Start], ring: Ring) -> list[Ticket]: ...
     def elsewhere(self, start: Start, ring: Ring, used: Collection[Life]) -> Ticket: ...
     def leave(self, ticket: Ticket, by: Leaver) -> None: ...
+    def doubted(self, lives: Sequence[Life]) -> None: ...
+    def cleared(self, lives: Sequence[Life]) -> None: ...
+    def confirmed(self, request: str, lives: Sequence[Life], read: Quarantine) -> None: ...
 
 
 class Answer:
@@ -89,6 +92,15 @@ class Answer:
     @property
     def lives(self) -> tuple[Life, ...]:
         return self._ticket.lives
+
+    @property
+    def why(self) -> str:
+        return self._ticket.why
+
+    def read(self) -> Quarantine:
+        """What the attempt that counts has read and written, as its workers know it."""
+        tokens = [*self._start.tokens, *self._guard.tokens]
+        return Quarantine(tokens=tokens, tenant=self.tenant, salt=self._ticket.salt)
 
     def take(self) -> Mail | None:
         came = 0

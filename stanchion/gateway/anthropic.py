@@ -17,6 +17,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from stanchion.core.errors import RequestRejected
+from stanchion.core.request import Priority
 from stanchion.gateway.body import (
     DESCRIPTION_CHARACTERS_MAX,
     MESSAGES_MAX,
@@ -119,6 +120,7 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     temperature: Temperature | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    priority: Priority | None = None  # ours, and vLLM's
 
 
 def check_version(header: bytes | None) -> None:
@@ -196,6 +198,7 @@ def _generation(body: MessagesBody) -> dict[str, Any]:
         "temperature": body.temperature,
         "top_p": body.top_p,
         "top_k": body.top_k,
+        "priority": body.priority,
     }
 
 

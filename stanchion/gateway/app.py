@@ -28,6 +28,7 @@ from stanchion.gateway.intake import Body, Intake
 from stanchion.gateway.messages import Anthropic
 from stanchion.gateway.metrics import CONTENT_TYPE, Metrics
 from stanchion.gateway.openai import Ask
+from stanchion.gateway.priority import Priorities, Range, ranges
 from stanchion.gateway.quota import Quota, Quotas, own_quotas
 from stanchion.gateway.record.course import Course
 from stanchion.gateway.record.recorder import Entry
@@ -35,6 +36,7 @@ from stanchion.gateway.record.start import recorder, told
 from stanchion.gateway.replies import Json, OpenAI
 from stanchion.gateway.settings import GatewaySettings
 from stanchion.gateway.tokens import Vocabulary
+from stanchion.gateway.waiting import Waiting
 from stanchion.gateway.web import Budget, Call, Gone, Held, Receive, Scope, Send
 
 Endpoint = Callable[[Call, str], Awaitable[None]]
@@ -67,12 +69,15 @@ class App:
         self._admin_keys = AdminKeys(settings.admin_keys)
         default = Quota(settings.requests_per_minute, settings.tokens_per_minute)
         self._quotas = Quotas(default, own_quotas(settings.quotas))
+        usual = Range(best=settings.priority_best)
+        self._priorities = Priorities(usual, ranges(settings.priorities))
         self._running: dict[str, Generation] = {}  # by our own id of the call
         self._admin = Admin(fleet, self._running, lambda: self.on_drain())
         self.on_drain: Callable[[], None] = lambda: None  # the server was told to stop
         self.intake = Intake(settings, vocabulary, fleet)
         self._recorder = recorder(settings, vocabulary, fleet)
-        self.metrics = Metrics(fleet, self._recorder)
+        self.waiting = Waiting(settings.waiting_max, settings.waiting_s)
+        self.metrics = Metrics(fleet, self.waiting.line, self._recorder)
         self.routes = self._routes()
         self._table: dict[tuple[str, str], Route] = {
             (route.method, route.path): route for route in self.routes
@@ -93,6 +98,9 @@ class App:
             Route("POST", "/detokenize", "key", self._detokenize),
             Route("POST", "/admin/drain", "admin", self._drain),
             Route("POST", "/admin/abort", "admin", self._abort),
+            Route("POST", "/admin/flush", "admin", self._flush),
+            Route("POST", "/admin/quarantine", "admin", self._quarantine),
+            Route("GET", "/admin/state", "admin", self._state),
         )
 
     def close(self) -> None:
@@ -214,6 +222,15 @@ class App:
     async def _abort(self, call: Call, tenant: str) -> None:
         await call.json(200, self._admin.abort(await self._admin_body(call)))
 
+    async def _flush(self, call: Call, tenant: str) -> None:
+        await call.json(200, self._admin.flush(await self._admin_body(call)))
+
+    async def _quarantine(self, call: Call, tenant: str) -> None:
+        await call.json(200, self._admin.quarantine(await self._admin_body(call)))
+
+    async def _state(self, call: Call, tenant: str) -> None:
+        await call.json(200, self._admin.state())
+
     async def _admin_body(self, call: Call) -> bytes:
         with Held(Budget(ADMIN_BYTES_MAX)) as held:
             return await call.body(ADMIN_BYTES_MAX, self._settings.body_s, held)
@@ -233,12 +250,15 @@ class App:
     async def _generate(self, call: Call, tenant: str, parse: Parse, dialect: Dialect) -> None:
         with self.intake.open_call():
             course = Course(time.monotonic(), keeps=self._settings.record_content)
-            self.intake.admit()
+            self.intake.admit(0 if self._settings.waiting_max else 1)
             self._quotas.admit(tenant, time.monotonic())
             ask = await self.intake.ask(call, parse)
-            # Read again: it may have changed while the body came and was tokenised.
-            self.intake.admit()
-            generation = Generation(call, ask, tenant, dialect, self._fleet, self.metrics, course)
+            priority = self._priorities.of(tenant, ask.priority)
+            # Looked at again: it may have changed while the body came and was tokenised.
+            await self.waiting.turn(call, priority, lambda: self.intake.admit(ask.choices))
+            generation = Generation(
+                call, ask, tenant, dialect, self._fleet, self.metrics, course, priority
+            )
             entry = self._arrived(call, ask, tenant, course)
             self._running[call.name] = generation
             began = time.monotonic()
@@ -246,9 +266,11 @@ class App:
                 error = await generation.run()
             finally:
                 del self._running[call.name]
+                self.waiting.ring()
                 if self._recorder is not None and entry is not None:
                     self._recorder.ended(entry, generation.over())
                 used = generation.prompt_tokens + generation.generated_tokens
+                self.metrics.billed(tenant, generation.prompt_tokens, generation.generated_tokens)
                 self._quotas.used(tenant, used, time.monotonic())
             self._log(call, tenant, ask, generation, time.monotonic() - began)
             if error is not None:
@@ -262,8 +284,11 @@ class App:
     def _log(
         self, call: Call, tenant: str, ask: Ask, generation: Generation, seconds: float
     ) -> None:
+        worker, why = generation.routed()
         line = journal.Line(
             event="generation",
+            worker=worker,
+            routed=why,
             request=call.name,
             tenant=tenant,
             route=call.scope["path"],

@@ -21,6 +21,7 @@ from stanchion.core.request import (
     STOP_IDS_MAX,
     TOP_LOGPROBS_MAX,
     Bias,
+    Priority,
     TokenId,
 )
 from stanchion.gateway.bounds import bound_in_words
@@ -78,6 +79,7 @@ class Shared(Struct, frozen=True, kw_only=True):
     return_token_ids: bool | None = None
     cache_salt: Short | None = None
     draft_tokens: Annotated[int, Meta(ge=0, le=5)] | None = None
+    priority: Priority | None = None
     # What the content has to be: see `structured`.
     response_format: Any = None
     structured_outputs: Any = None

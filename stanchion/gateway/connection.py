@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Literal, Protocol, get_args
 
-from stanchion.core.messages import Start
+from stanchion.core.messages import Order, Start
 from stanchion.core.outcome import Leaver
 from stanchion.gateway.ledger import Ledger, Ticket
 
@@ -40,6 +40,9 @@ class Connection(Protocol):
 
     def drain(self) -> None:
         """It is given nothing new."""
+
+    def tell(self, order: Order) -> None:
+        """About what it keeps for reuse; one that cannot be told goes on as it is."""
 
     def lose(self, why: str) -> None:
         """Everything in flight ends, or is begun again elsewhere."""

@@ -13,42 +13,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Literal
 
 import zmq
 from msgspec.structs import replace
 
 from stanchion.core.errors import Overloaded, PeerLost
-from stanchion.core.messages import Hello, Partner, Role, Start, Suspected
-from stanchion.core.outcome import Leaver, Outcome, OutputSuspect
-from stanchion.core.outcome import PeerLost as Lost
+from stanchion.core.messages import Hello, Order, Quarantine, Role, Start, Suspected
+from stanchion.core.outcome import Leaver, Outcome
+from stanchion.core.request import Sampling
 from stanchion.gateway import journal
+from stanchion.gateway.attempts import Attempts
 from stanchion.gateway.integrity import Integrity
 from stanchion.gateway.join import JoinSocket
 from stanchion.gateway.ledger import Ticket
 from stanchion.gateway.link import Ears
 from stanchion.gateway.members import Connect, Member, Members, View
-from stanchion.gateway.router import Life, Route, Router, reason_to_retry
+from stanchion.gateway.rotation import Rotation, Told
+from stanchion.gateway.router import Life, Router
 from stanchion.gateway.settings import GatewaySettings
 
 TICK_S = 0.1
 LAST_WORDS_S = 0.1  # what a worker said before its end may still be on its way here
-NOWHERE = Route(("", 0))
-
-
-@dataclass
-class _Held:
-    """An accepted request: what was asked, who reads it, who has it now."""
-
-    start: Start
-    ticket: Ticket
-    route: Route
-    retried: bool = False
-    used: tuple[Life, ...] = ()  # not these alone
 
 
 class Fleet:
@@ -56,17 +43,25 @@ class Fleet:
         self._settings = settings
         self._address = join
         self._router = Router(settings.suspect_s)
+        self.rotation = Rotation(settings)
         self.changed = asyncio.Event()  # rings whenever something was heard or lost
         ears = Ears(self.changed.set, self._suspected, self._lost)
         self._members = Members(settings, ears, self._freed)
         self._join = JoinSocket(self._members.admit)
-        self._held: dict[str, _Held] = {}  # by the name of the attempt that counts
         self._expected: tuple[str, ...] = ()
-        self.retries: Counter[str] = Counter()
+        self.attempts = Attempts(
+            settings,
+            self._members,
+            self._router,
+            self.rotation,
+            self._apart,
+            self.spoilt,
+        )
         self.suspicions = 0
+        self.quarantines = 0  # ordered, of workers
+        self.taken_out = 0  # workers, by the monitor
         self.on_suspected: Callable[[Suspected], None] = lambda said: None
-        self.integrity = Integrity(settings, self, lambda: asyncio.get_running_loop().time())
-        self._draining = False
+        self.integrity = Integrity(settings, self, self.attempts.budget, _now)
         self.failed = ""  # why there will be no more workers
 
     @asynccontextmanager
@@ -100,7 +95,7 @@ class Fleet:
         able = [one.hello for one in self._able()]
         if not any(hello.role == "decode" for hello in able):  # then nobody asks prefill workers
             able = [hello for hello in able if hello.role != "prefill"]
-        if not able or self._choose() is None:
+        if not able or self.attempts.choose() is None:
             return None
         least = min(able, key=lambda hello: hello.pages)
         return replace(least, context_max=min(hello.context_max for hello in able))
@@ -113,10 +108,10 @@ class Fleet:
 
     def room(self, wanted: int) -> None:
         """Raise unless so many requests may be started now."""
-        if self._choose() is None:
+        if self.attempts.choose() is None:
             for member in self._members:
                 member.link.hear()  # if this loop was held up, signs of life wait to be read
-            if self._choose() is None:
+            if self.attempts.choose() is None:
                 raise PeerLost("no worker is ready")
         bound = self._settings.in_flight_max
         if len(self) + wanted > bound:
@@ -130,29 +125,26 @@ class Fleet:
         self.room(len(starts))
         tickets: list[Ticket] = []
         for start in starts:
-            held = self._hold(start, ring)
             try:
-                self._dispatch(held, start.request)
+                tickets.append(self.attempts.start(start, ring))
             except (PeerLost, Overloaded):
                 for accepted in tickets:
                     self.leave(accepted, "client")
                 raise
-            tickets.append(held.ticket)
+        for start in starts:
+            self.attempts.budget.request(start.tenant, _now())
         return tickets
 
     def elsewhere(self, start: Start, ring: Callable[[], None], used: Collection[Life]) -> Ticket:
         """By a route that has at least one life that is not `used`. Raise PeerLost or Overloaded
         if there is none."""
-        if self._draining:
+        if self.attempts.draining:
             raise PeerLost("the workers take nothing new")
-        held = self._hold(start, ring)
-        held.used = held.ticket.used = tuple(used)
-        self._dispatch(held, start.request, used, another=True)
-        return held.ticket
+        return self.attempts.elsewhere(start, ring, used)
 
     def leave(self, ticket: Ticket, by: Leaver) -> None:
-        held = self._held.get(ticket.request)
-        if held is not None and (member := self._members.alive(held.route.worker)) is not None:
+        life = self.attempts.who_has(ticket.request)
+        if life is not None and (member := self._members.alive(life)) is not None:
             member.link.leave(ticket, by)
 
     def leave_all(self, by: Leaver) -> None:
@@ -162,7 +154,7 @@ class Fleet:
     def drain(self) -> None:
         """The workers take nothing new. Prefill workers are told once nothing is in flight: what
         was accepted may still be on its way to them."""
-        self._draining = True
+        self.attempts.draining = True
         for member in self._members:
             if member.hello.role != "prefill":
                 member.link.drain()
@@ -182,13 +174,60 @@ class Fleet:
             if member.hello.role == "prefill":
                 member.link.drain()
 
+    # ---- whom to trust ----------------------------------------------------------------------
+
+    def doubted(self, lives: Sequence[Life]) -> None:
+        """An answer of these workers is suspected."""
+        for life in lives:
+            self.rotation.trust.suspected(life, _now())
+
+    def cleared(self, lives: Sequence[Life]) -> None:
+        for life in lives:
+            self.rotation.trust.cleared(life, _now())
+
+    def confirmed(self, request: str, lives: Sequence[Life], read: Quarantine) -> None:
+        """An answer of these workers was wrong."""
+        self.spoilt(request, lives, read)
+        for life in lives:
+            if self.rotation.trust.confirmed(life, _now()):
+                self.taken_out += 1
+                journal.write(journal.Line(event="worker_out", worker=life[0]), logging.ERROR)
+
+    def spoilt(self, request: str, lives: Sequence[Life], read: Quarantine) -> None:
+        """Nothing that it read is found again there."""
+        self.doubted(lives)
+        for life in lives:
+            self.rotation.prefixes.forget(life)
+            if (member := self._members.alive(life)) is not None:
+                member.link.tell(read)
+                self.quarantines += 1
+                line = journal.Line(event="quarantine", request=request, worker=life[0])
+                journal.write(line, logging.WARNING)
+
+    def tell(self, order: Order, name: str | None) -> list[str]:
+        """That worker, or all of them. Their names."""
+        told = [one for one in self._members if name is None or one.hello.name == name]
+        for member in told:
+            member.link.tell(order)
+            self.rotation.prefixes.forget(member.life)
+        return sorted(member.hello.name for member in told)
+
+    def take_out(self, name: str, out: bool) -> bool:
+        """Out of rotation, or back into it. False if there is no such worker."""
+        member = self._members.named(name)
+        if member is None:
+            return False
+        trust = self.rotation.trust
+        (trust.take_out if out else trust.let_back)(member.life)
+        return True
+
     # ---- what is told of it -----------------------------------------------------------------
 
     @property
     def complete(self) -> bool:
         """All that were asked for have said hello, and requests can be served."""
         here = {member.hello.name for member in self._able()}
-        return here.issuperset(self._expected) and self._choose() is not None
+        return here.issuperset(self._expected) and self.attempts.choose() is not None
 
     def troubles(self, now: float) -> list[str]:
         """All that is missing or wrong, whether or not requests can be served."""
@@ -211,6 +250,10 @@ class Fleet:
     def permits(self, member: Member) -> int:
         return self._router.permits(member.life)
 
+    def told(self, member: Member) -> Told:
+        peers = [one.life for one in self._members if one.hello.role == member.hello.role]
+        return self.rotation.view(member.life, peers, _now())
+
     @property
     def garbage(self) -> int:
         return self._join.garbage
@@ -224,7 +267,7 @@ class Fleet:
 
     @property
     def draining(self) -> bool:
-        return self._draining
+        return self.attempts.draining
 
     def expect(self, names: Sequence[str]) -> None:
         self._expected = tuple(names)
@@ -260,104 +303,13 @@ class Fleet:
         self.failed = self.failed or why
         self.changed.set()
 
-    # ---- dispatch ---------------------------------------------------------------------------
+    # ---- attempts ---------------------------------------------------------------------------
 
-    def _hold(self, start: Start, ring: Callable[[], None]) -> _Held:
-        ticket = Ticket(start.request, ring, lambda ended: self._again(held, ended))
-        held = _Held(start, ticket, NOWHERE)
-        return held
+    def _freed(self, request: str, ended: Outcome | None) -> None:
+        self.attempts.freed(request, ended)
 
-    def _dispatch(
-        self, held: _Held, request: str, used: Collection[Life] = (), another: bool = False
-    ) -> None:
-        """Raise PeerLost or Overloaded if nobody takes it; then nothing has changed."""
-        before, full = (held.ticket.request, held.route), list[Life]()
-        while (route := self._choose(used, another, full)) is not None:
-            held.ticket.request, held.route = request, route
-            if self._send(held, request):
-                held.ticket.lives = route.lives
-                return
-            full.append(route.worker)
-        held.ticket.request, held.route = before
-        if full:
-            raise Overloaded("the workers' queues are full", self._settings.retry_after_s)
-        raise PeerLost("no worker is ready")
-
-    def _choose(
-        self,
-        used: Collection[Life] = (),
-        another: bool = False,
-        barred: Collection[Life] = (),
-    ) -> Route | None:
-        standings = self._members.standings(asyncio.get_running_loop().time())
-        return self._router.choose(standings, used, another, barred)
-
-    def _send(self, held: _Held, request: str) -> bool:
-        route, partner = held.route, None
-        worker = self._members.alive(route.worker)
-        assert worker is not None, "chosen of those that are there"
-        if route.prefill is not None:
-            prefill = self._members.alive(route.prefill)
-            assert prefill is not None
-            name, incarnation = route.prefill
-            partner = Partner(name, prefill.hello.peer_address, incarnation)
-        self._router.take(request, route)
-        self._held[request] = held
-        salt, sampling = self.integrity.apart(held.start, route.lives)
-        start = replace(held.start, request=request, prefill=partner, salt=salt, sampling=sampling)
-        return worker.link.start(start, held.ticket)
-
-    def _freed(self, request: str) -> None:
-        """It left its worker's table."""
-        self._router.release(request)
-        self._held.pop(request, None)
-
-    # ---- a second attempt -------------------------------------------------------------------
-
-    def _again(self, held: _Held, ended: Outcome) -> bool:
-        reason = reason_to_retry(ended)
-        return reason is not None and self._retry(held, reason, isinstance(ended, OutputSuspect))
-
-    def _retry(self, held: _Held, reason: str, another: bool) -> bool:
-        """True if it was begun once more. Never while draining: workers take nothing new then."""
-        if held.retried or self._draining:
-            return False
-        used = (*held.used, *held.route.lives)
-        try:
-            self._dispatch(held, f"{held.start.request}.2", used, another or bool(held.used))
-        except (PeerLost, Overloaded):
-            return False
-        held.retried = True
-        self.retries[reason] += 1
-        return True
-
-    def _leave_silent_prefill(self) -> None:
-        """Requests that wait for KV from a worker that is silent or lost go elsewhere."""
-        for request, held in list(self._held.items()):
-            if held.route.prefill is None or held.ticket.said or held.ticket.closed:
-                continue
-            state = self._state(held.route.prefill)
-            decode = self._members.alive(held.route.worker)
-            if state == "there" or decode is None:
-                continue
-            if self._retry(held, f"prefill_{state}", False):
-                decode.link.ledger.detach(request)
-            elif state == "lost":
-                name = held.route.prefill[0]
-                held.ticket.close(Lost(f"the prefill worker {name} was lost"))
-            else:
-                continue  # nobody else could do it: it may speak again
-            self._held.pop(request, None)
-            decode.link.abort([request], "deadline")
-
-    def _state(self, life: Life) -> Literal["there", "silent", "lost"]:
-        member = self._members.alive(life)
-        if member is None or member.ended or member.link.ledger.hello is None:
-            return "lost"
-        standing = member.standing(asyncio.get_running_loop().time())
-        if member.link.ledger.drained or self._router.eligible(standing):
-            return "there"
-        return "silent"
+    def _apart(self, start: Start, lives: Sequence[Life]) -> tuple[str, Sampling]:
+        return self.integrity.apart(start, lives)
 
     # ---- members ----------------------------------------------------------------------------
 
@@ -368,11 +320,11 @@ class Fleet:
 
     def _lost(self) -> None:
         """A worker was."""
-        self._leave_silent_prefill()
+        self.attempts.leave_silent_prefill()
         self.changed.set()
 
     def _able(self) -> list[Member]:
-        now = asyncio.get_running_loop().time()
+        now = _now()
         return [one for one in self._members if self._router.eligible(one.standing(now))]
 
     def _unfit(self, member: Member, now: float) -> list[str]:
@@ -384,11 +336,33 @@ class Fleet:
             found.append("draining")
         elif not found and not self._router.eligible(member.standing(now)):
             found.append(f"no report from the worker for {now - ledger.progress_at:.1f} s")
+        if self.rotation.breakers.of(member.life).state == "open":
+            found.append("shut out after faults of its own")
+        if self.rotation.trust.out(member.life):
+            found.append("out of rotation")
         return found
+
+    def _sample(self) -> None:
+        """How each worker gets on, seen from here."""
+        now, router = _now(), self._router
+        for member in self._members:
+            life = member.life
+            prefills = member.hello.role == "prefill"
+            waits = router.waiting(life) if prefills else router.permits(life)
+            self.rotation.came(life, member.link.ledger.came())
+            self.rotation.sample(life, waits, now)
+            if not router.eligible(member.standing(now)):
+                self.rotation.paces.forget(life)
+        self.rotation.keep([member.life for member in self._members])
 
     async def _tick(self) -> None:
         while True:
             self._join.hear()
             self._members.tick(self._expected)
-            self._leave_silent_prefill()
+            self.attempts.leave_silent_prefill()
+            self._sample()
             await asyncio.sleep(TICK_S)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

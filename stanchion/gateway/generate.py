@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import reduce
+from hashlib import blake2b
 from uuid import uuid4
 
 from stanchion.core.errors import ServeError
@@ -30,17 +32,27 @@ from stanchion.gateway.metrics import Metrics, tag
 from stanchion.gateway.openai import Ask
 from stanchion.gateway.record.attempts import Attempts
 from stanchion.gateway.record.course import Course, Over
-from stanchion.gateway.replies import prompt_tokens
+from stanchion.gateway.replies import Json, prompt_tokens
+from stanchion.gateway.state import acceptance
 from stanchion.gateway.web import JSON, Call
 
 STREAM = b"text/event-stream; charset=utf-8"
 LARGE_REPLY_TOKENS = 2000
+SESSION = b"x-session-id"
 IDLE_S = 10.0  # a stream says at least so often that it lives
 _STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 
 def mint() -> str:
     return uuid4().hex
+
+
+def session_of(tenant: str, headers: Mapping[bytes, bytes]) -> str:
+    """A name of our own for the conversation that a client says this belongs to."""
+    said = headers.get(SESSION, b"")
+    if not said:
+        return ""
+    return blake2b(said, digest_size=16, key=tenant.encode()[:64], person=b"session").hexdigest()
 
 
 @dataclass
@@ -76,16 +88,18 @@ class Generation:
         fleet: Fleet,
         metrics: Metrics,
         course: Course,
+        priority: int = 0,
     ) -> None:
         self._call = call
         self._ask = ask
         self._dialect = dialect
         self._fleet = fleet
+        self._tenant = tenant
         self._metrics = metrics
         self._bell = asyncio.Event()
         self._began = time.monotonic()
         self._course = course
-        starts = ask.starts(tenant, mint)
+        starts = ask.starts(tenant, mint, session_of(tenant, call.headers), priority)
         tickets = fleet.integrity.start(starts, self._bell.set, ask.style, ask.stream, mint)
         course.send = time.monotonic()
         self.choices = [_choice(ticket, ChoiceFold(ask.style)) for ticket in tickets]
@@ -127,6 +141,28 @@ class Generation:
         if all(fold.end is not None for fold in self.folds):
             return "completed"
         return tag(self._worst() or _LEFT)
+
+    def routed(self) -> tuple[str, str]:
+        """The workers that the first choice was given last, and why these."""
+        reader = self.choices[0].ticket
+        return ",".join(name for name, _ in reader.lives), reader.why
+
+    def states(self) -> list[Json]:
+        """Of each choice that goes on, without a word of it."""
+        return [
+            {
+                "id": self._call.name,
+                "tenant": self._tenant,
+                "workers": [name for name, _ in choice.ticket.lives],
+                "routed": choice.ticket.why,
+                "prompt_tokens": len(self._ask.prompt_of(at)),
+                "tokens": choice.fold.tokens,
+                "seconds": round(time.monotonic() - self._began, 3),
+                **acceptance(choice.fold.spec),
+            }
+            for at, choice in enumerate(self.choices)
+            if not choice.fold.over()
+        ]
 
     @property
     def prompt_tokens(self) -> int:

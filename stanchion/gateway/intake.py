@@ -64,7 +64,7 @@ class Intake:
     @contextmanager
     def open_call(self) -> Iterator[None]:
         """For a call with a body of some size: so many may be open at once."""
-        bound = self._settings.in_flight_max * OPEN_CALLS_A_SEQUENCE
+        bound = self._settings.in_flight_max * OPEN_CALLS_A_SEQUENCE + self._settings.waiting_max
         if self.open_calls >= bound:
             raise Overloaded(f"{bound} calls are open", self._settings.retry_after_s)
         self.open_calls += 1
@@ -73,11 +73,11 @@ class Intake:
         finally:
             self.open_calls -= 1
 
-    def admit(self) -> None:
-        """Raise unless something new may be generated now."""
+    def admit(self, sequences: int) -> None:
+        """Raise unless so many new ones may be generated now."""
         if self.draining:
             raise Draining("the server is stopping")
-        self._fleet.room(1)
+        self._fleet.room(sequences)
 
     def limits(self) -> Limits:
         hello = self._fleet.hello

@@ -7,7 +7,7 @@ No clock and no randomness of its own: the time and fresh names come in.
 
 A confirmed answer puts all KV that its workers have cached out of use: their requests get another
 salt from then on, so no page of theirs is found again, on any tier, whatever made it wrong. It
-costs them their cache. The pages themselves stay where they are until they are evicted.
+costs them their cache. They are told to drop what the answer read, and to put it into quarantine.
 """
 
 from __future__ import annotations
@@ -48,14 +48,18 @@ class Integrity:
     """One a gateway. Raise ConfigError if the file of baselines is none."""
 
     def __init__(
-        self, settings: GatewaySettings, workers: Workers, now: Callable[[], float]
+        self,
+        settings: GatewaySettings,
+        workers: Workers,
+        retries: RetryBudget,
+        now: Callable[[], float],
     ) -> None:
         self._settings = settings
         self.workers = workers
         self.now = now
         self.mode = cast(Mode, settings.integrity)
         self.allowance = Allowance(settings.witness_tokens_max)
-        self.retries = RetryBudget(settings.retries_share, settings.retries_spare)
+        self.retries = retries
         self.draft_faults = DraftFaults()
         self._baselines = (
             baseline.NO_BASELINES if self.mode == "off" else _baselines(settings.baselines)
@@ -76,8 +80,6 @@ class Integrity:
             return [*self.workers.start(starts, ring)]
         starts = [seeded(one) for one in starts]
         tickets = self.workers.start(starts, ring)
-        for start in starts:
-            self.retries.request(start.tenant, self.now())
         answers: list[Reader] = []
         for start, ticket in zip(starts, tickets, strict=True):
             rules = self._rules(start.sampling)
@@ -147,6 +149,8 @@ class Integrity:
             worker=_names(answer.lives),
         )
         journal.write(line, logging.WARNING)
+        if effect.action != "pass":
+            self.workers.doubted(answer.lives)
 
     def judged(
         self,
@@ -172,6 +176,9 @@ class Integrity:
         if isinstance(said, Confirmed):
             for life in lives:
                 self._epochs[life] += 1
+            self.workers.confirmed(answer.request, lives, answer.read())
+        elif isinstance(said, Clean):
+            self.workers.cleared(lives)
         if kind is None or not lives or not (first or found == "confirmed"):
             return
         if self.draft_faults.found(lives[0], kind, found):

@@ -30,6 +30,7 @@ class Line(Struct, frozen=True, kw_only=True, omit_defaults=True):
     verdict: str = ""  # of a witness
     token: int = 0  # number of the answer's token that it is about
     worker: str = ""
+    routed: str = ""  # why that worker
 
 
 def write(line: Line, level: int = logging.INFO) -> None:

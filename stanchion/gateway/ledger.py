@@ -10,7 +10,8 @@ holds pages there, and counts against the bound.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -30,7 +31,9 @@ from stanchion.core.messages import (
 )
 from stanchion.core.outcome import Cancelled, Leaver, Outcome, PeerLost
 
+Freed = Callable[[str, Outcome | None], None]  # None: it never reached the worker
 DraftRecord = list[tuple[list[int], int]]
+TELL_AGAIN_S = 5.0  # an Abort is said again until its request has ended
 READ_MAX = 512  # tokens a reader is given at once: others want their turn
 
 
@@ -82,12 +85,16 @@ def _never(ended: Outcome) -> bool:
     return False
 
 
+def _nobody(request: str, ended: Outcome | None = None) -> None:
+    pass
+
+
 class Ticket:
     """One accepted request, for its reader.
 
     `request` is its name at the worker that has it now. `again` is asked when an attempt ended of
     which nothing was said: if it answers True, another attempt was begun and the reader is told
-    nothing.
+    nothing. `begun` is told when the first word of an attempt comes, whoever reads it.
     """
 
     def __init__(
@@ -95,10 +102,16 @@ class Ticket:
         request: str,
         ring: Callable[[], None],
         again: Callable[[Outcome], bool] = _never,
+        tenant: str = "",
+        begun: Callable[[str], None] = _nobody,
     ) -> None:
         self.request = request
+        self.tenant = tenant
         self.said = False  # something came for the reader
         self.lives: tuple[tuple[str, int], ...] = ()  # those of the workers that have it now
+        self.why = ""  # they and no others
+        self.salt = ""  # with which they have it
+        self.begun = begun
         self.used: tuple[tuple[str, int], ...] = ()  # another one than these was asked for
         self._ring = ring
         self._again = again
@@ -171,23 +184,28 @@ class Ticket:
 
 
 class Ledger:
-    """`freed` is called with the name of each request that leaves the table, as it does."""
+    """`freed` is called with the name of each request that leaves the table, as it does, and with
+    how it ended. `computed` are the tokens that the worker said, of every attempt, by tenant."""
 
     def __init__(
         self,
         silence_s: float,
         stall_s: float,
-        freed: Callable[[str], None] = lambda request: None,
+        freed: Freed = _nobody,
     ) -> None:
         self._silence_s = silence_s
         self._stall_s = stall_s
         self._freed = freed
         self._tickets: dict[str, Ticket] = {}
+        # Whom its worker was told to end, by whom, and when last.
+        self._told: dict[str, tuple[Leaver, float]] = {}
         self.hello: Hello | None = None
         self.progress: Progress | None = None
         self.drained = False
+        self.computed: Counter[str] = Counter()
         self.unknown = 0  # messages for requests that are not in the table
         self.lost = 0  # times the worker was lost
+        self._came = 0
         self.heard_at = 0.0  # Hello or Progress
         self.progress_at = -inf
         self._moved_at = 0.0  # the engine's counters changed, or nothing was asked of it
@@ -207,11 +225,13 @@ class Ledger:
     def forget(self, ticket: Ticket) -> None:
         """It never reached the worker."""
         self._tickets.pop(ticket.request)
-        self._freed(ticket.request)
+        self._told.pop(ticket.request, None)
+        self._freed(ticket.request, None)
 
     def detach(self, request: str) -> None:
         """Its reader is served by another attempt: what still comes of this one is for nobody."""
-        husk = Ticket(request, lambda: None)
+        before = self._tickets[request]
+        husk = Ticket(request, lambda: None, tenant=before.tenant, begun=before.begun)
         husk.close(Cancelled("deadline"))
         self._tickets[request] = husk
 
@@ -236,29 +256,47 @@ class Ledger:
                 self.drained = True
             case Ended():
                 self._held_at = now
+                self._told.pop(message.request, None)
                 if ticket := self._tickets.pop(message.request, None):
-                    self._freed(message.request)
+                    self._freed(message.request, message.outcome)
                     ticket.put(message)
                 else:
                     self.unknown += 1
             case Tokens() | PromptScores():
                 self._held_at = now
-                if known := self._tickets.get(message.request):
+                known = self._tickets.get(message.request)
+                if isinstance(message, Tokens):
+                    self.computed[known.tenant if known else ""] += len(message.tokens)
+                if known is not None:
+                    known.begun(message.request)
                     known.put(message)
                 else:
                     self.unknown += 1
             case Suspected():
                 pass  # of another worker: not what this table is about
 
+    @property
+    def leaving(self) -> int:
+        """Requests that their worker was told to end, and has not said that it did."""
+        return len(self._told)
+
+    def told(self, requests: Sequence[str], by: Leaver, now: float) -> None:
+        self._told |= {name: (by, now) for name in requests if name in self._tickets}
+
+    def unheard(self, now: float) -> list[tuple[str, Leaver]]:
+        """Of those, whom it should be told of once more."""
+        return [(name, by) for name, (by, at) in self._told.items() if now - at >= TELL_AGAIN_S]
+
     def lose(self, why: str) -> list[str]:
         """The worker is gone: everything in flight ends, and is returned by name."""
-        tickets, self._tickets = self._tickets, {}
+        tickets, self._tickets, self._told = self._tickets, {}, {}
         self.hello, self.progress_at = None, -inf
         self.lost += 1
+        lost = PeerLost(why)
         for name in tickets:
-            self._freed(name)
+            self._freed(name, lost)
         for ticket in tickets.values():
-            ticket.end(PeerLost(why))
+            ticket.end(lost)
         return list(tickets)
 
     def overdue(self, now: float) -> str | None:
@@ -279,10 +317,33 @@ class Ledger:
             reasons.append("the worker has not reported progress")
         elif now - self.heard_at > self._silence_s / 2:
             reasons.append(f"no report from the worker for {now - self.heard_at:.1f} s")
-        if self._tickets and now - self._moved_at > self._stall_s:
-            stalled = now - self._moved_at
+        if stalled := self.stalled_s(now):
             reasons.append(f"{len(self._tickets)} in flight, no step for {stalled:.1f} s")
         return reasons
+
+    def stalled_s(self, now: float) -> float:
+        """Since its counters last moved, where that is too long ago for one that has work."""
+        stalled = now - self._moved_at
+        return stalled if self._works and stalled > self._stall_s else 0.0
+
+    @property
+    def _works(self) -> bool:
+        """It has something to do, whoever told it: prefill workers hear of it from decode."""
+        said = self.progress
+        return bool(self._tickets) or (said is not None and said.running + said.waiting > 0)
+
+    @property
+    def _waits_for_peers(self) -> bool:
+        """All that decode runs waits for KV that others compute: it has nothing to step for."""
+        hello, said = self.hello, self.progress
+        if hello is None or said is None or hello.role != "decode":
+            return False
+        return 0 < said.running <= said.handoffs
+
+    def came(self) -> int:
+        """Tokens that were said since this was last asked."""
+        before, self._came = self._came, self.computed.total()
+        return self._came - before
 
     def _progress(self, said: Progress, now: float) -> None:
         before, self.progress = self.progress, said
@@ -291,7 +352,7 @@ class Ledger:
             said.steps,
             said.prefill_tokens,
         )
-        if moved or not self._tickets:
+        if moved or not self._works or self._waits_for_peers:
             self._moved_at = now
         if said.running + said.waiting > 0 or not self._tickets:
             self._held_at = now

@@ -22,6 +22,7 @@ from stanchion.core.messages import (
     Drain,
     Greet,
     Hello,
+    Order,
     Start,
     Suspected,
     ToWorker,
@@ -56,7 +57,7 @@ class Link:
         self.ledger = ledger
         self._expected = expected
         self._ears = ears
-        self._owed: deque[Abort] = deque()  # at most one a request in flight
+        self._owed: deque[Abort | Order] = deque()  # about one a request in flight
 
     def open(self, context: zmq.Context[zmq.Socket[bytes]], address: str, key: str) -> None:
         """Raise ConfigError if there can be no such address."""
@@ -99,10 +100,16 @@ class Link:
 
     def abort(self, requests: Sequence[str], by: Leaver) -> None:
         self._owed.extend(Abort(request, by) for request in requests)
+        self.ledger.told(requests, by, self._now())
         self._pay()
 
     def drain(self) -> None:
         self._send(Drain())
+
+    def tell(self, order: Order) -> None:
+        """About what it keeps: said now, or as soon as there is room."""
+        self._owed.append(order)
+        self._pay()
 
     def lose(self, why: str) -> None:
         # It may be alive after all: it should not go on with requests that have ended here.
@@ -147,6 +154,8 @@ class Link:
         """To be called a few times a second."""
         if self.ledger.hello is None:
             self._send(Greet())
+        for request, by in self.ledger.unheard(self._now()):
+            self.abort([request], by)
         self._pay()
         self.hear()  # the socket's descriptor tells edges only: never rely on it alone
         if why := self.ledger.overdue(self._now()):

@@ -7,8 +7,9 @@ a life that is over does not come back; counters of a worker go on from life to 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import zmq
 
@@ -16,8 +17,9 @@ from stanchion.core.errors import ConfigError
 from stanchion.core.messages import Hello, Join, Refused, Role, Welcome
 from stanchion.gateway.admission import MEMBERS_MAX, Admission
 from stanchion.gateway.connection import Connection
-from stanchion.gateway.ledger import Ledger
+from stanchion.gateway.ledger import Freed, Ledger
 from stanchion.gateway.link import Ears, Link
+from stanchion.gateway.rotation import Room
 from stanchion.gateway.router import Life, Standing
 from stanchion.gateway.settings import GatewaySettings
 
@@ -46,7 +48,18 @@ class Member:
         ledger = self.link.ledger
         draining = ledger.drained or (ledger.progress is not None and ledger.progress.draining)
         ready = ledger.hello is not None and not draining and not self.ended
-        return Standing(self.life, self.hello.role, ready, now - ledger.progress_at)
+        ready = ready and not ledger.stalled_s(now)
+        waiting = ledger.progress.waiting if ledger.progress is not None else 0
+        others = max(0, waiting - len(ledger))
+        return Standing(self.life, self.hello.role, ready, now - ledger.progress_at, others)
+
+    @property
+    def room(self) -> Room:
+        """How many tokens of KV it can hold."""
+        hello, said = self.hello, self.link.ledger.progress
+        tiers = said.tiers if said is not None else None
+        pages = 0 if tiers is None else tiers.host_pages + tiers.disk_pages
+        return Room(hello.pages * hello.page_tokens, pages * hello.page_tokens)
 
 
 @dataclass(frozen=True)
@@ -57,6 +70,7 @@ class View:
     role: Role
     lost: int
     unknown: int
+    computed: Counter[str]  # tokens that it said, by tenant
     member: Member | None
 
 
@@ -67,12 +81,14 @@ class _Past:
     role: Role
     lost: int = 0
     unknown: int = 0
+    computed: Counter[str] = field(default_factory=Counter)
 
 
 class Members:
-    """`freed` is called with the name of each request that a worker's table lets go."""
+    """`freed` is called with the name of each request that a worker's table lets go, and how it
+    ended there."""
 
-    def __init__(self, settings: GatewaySettings, ears: Ears, freed: Callable[[str], None]) -> None:
+    def __init__(self, settings: GatewaySettings, ears: Ears, freed: Freed) -> None:
         self._settings = settings
         self._ears = ears
         self._freed = freed
@@ -91,6 +107,10 @@ class Members:
     def __iter__(self) -> Iterator[Member]:
         return iter(list(self._members.values()))
 
+    def any_hello(self) -> Hello | None:
+        """All agree on what a prefix is the prefix of."""
+        return next((member.hello for member in self._members.values()), None)
+
     def named(self, name: str) -> Member | None:
         return self._members.get(name)
 
@@ -104,10 +124,12 @@ class Members:
     def views(self) -> Iterator[View]:
         for name, past in self._past.items():
             lost, unknown, member = past.lost, past.unknown, self._members.get(name)
+            computed = past.computed
             if member is not None:
                 ledger = member.link.ledger
                 lost, unknown = lost + ledger.lost, unknown + ledger.unknown
-            yield View(name, past.role, lost, unknown, member)
+                computed = computed + ledger.computed
+            yield View(name, past.role, lost, unknown, computed, member)
 
     def admit(self, join: Join) -> Welcome | Refused:
         now = asyncio.get_running_loop().time()
@@ -174,3 +196,4 @@ class Members:
         member.link.close()
         past, ledger = self._past[member.hello.name], member.link.ledger
         past.lost, past.unknown = past.lost + ledger.lost, past.unknown + ledger.unknown
+        past.computed += ledger.computed

@@ -8,19 +8,23 @@ two gateways in one process do not mix.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_args
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from stanchion.core.messages import Hello, Progress, Spec, TierProgress
-from stanchion.core.outcome import Outcome
+from stanchion.core.outcome import FaultOwner, Outcome
 from stanchion.gateway.connection import SIGNALS
 from stanchion.gateway.fleet import Fleet
 from stanchion.gateway.integrity import Integrity
-from stanchion.gateway.members import View
+from stanchion.gateway.members import Member, View
 from stanchion.gateway.record.recorder import LOST, Recorder
+from stanchion.gateway.router import WHYS
+from stanchion.gateway.waiting import Line
 
+BREAKER_STATES = {"closed": 0.0, "half_open": 1.0, "open": 2.0}
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 _PREFIX = "stanchion:"
 _TTFT_S = (0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
@@ -29,10 +33,11 @@ _E2E_S = (0.1, 0.3, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 240, 480, 960, 1920)
 
 
 class Metrics:
-    def __init__(self, fleet: Fleet, recorder: Recorder | None = None) -> None:
+    def __init__(self, fleet: Fleet, line: Line, recorder: Recorder | None = None) -> None:
         self.registry = CollectorRegistry()
         self._prompt = self._counter("prompt_tokens", "Prompt tokens of accepted requests")
         self._generated = self._counter("generation_tokens", "Tokens generated for clients")
+        self._billed = self._counter("billed_tokens", "Tokens a tenant pays for", "tenant", "kind")
         self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up")
         self._hits = self._counter("prefix_cache_hits", "Prompt tokens found in the cache")
         self._ended = self._counter("requests_ended", "Answers ended, any outcome", "outcome")
@@ -43,6 +48,9 @@ class Metrics:
         self._next = self._histogram("inter_token_latency_seconds", "Between tokens", _ITL_S)
         self._whole = self._histogram("e2e_request_latency_seconds", "To the end", _E2E_S)
         self.registry.register(_Workers(fleet))
+        words = "Requests that wait for room, most urgent first"
+        waiting = Gauge(_PREFIX + "requests_waiting_for_room", words, registry=self.registry)
+        waiting.set_function(lambda: len(line))
         if recorder is not None:
             self.registry.register(_Recorded(recorder))
 
@@ -60,6 +68,11 @@ class Metrics:
 
     def accepted(self, prompt_tokens: int) -> None:
         self._prompt.inc(prompt_tokens)
+
+    def billed(self, tenant: str, prompt: int, generated: int) -> None:
+        """One request, once, however many attempts there were."""
+        for kind, tokens in (("prompt", prompt), ("generated", generated)):
+            self._billed.labels(tenant, kind).inc(tokens)
 
     def first_token(self, seconds: float) -> None:
         self._first.observe(seconds)
@@ -96,7 +109,9 @@ def tag(outcome: Outcome) -> str:
 Value = tuple[str, str, float]  # name, help, value
 _COUNTERS = frozenset(
     {
-        "unknown_messages", "worker_lost", "engine_steps", "prefill_tokens",
+        "unknown_messages", "worker_lost", "attempt_tokens", "breaker_opened",
+        "quarantines", "kv_pages_dropped",
+        "engine_steps", "prefill_tokens",
         "engine_busy_seconds", "num_preemptions", "corrupted_requests", "spec_decode_num_drafts",
         "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "kv_bytes_sent",
         "deadlines", "kv_pages_lifted", "kv_pages_spilled", "kv_pages_not_spilled",
@@ -116,8 +131,7 @@ class _Workers(Collector):
     def collect(self) -> Iterator[Metric]:
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
         for view in self._fleet.views():
-            permits = self._fleet.permits(view.member) if view.member else 0
-            for name, words, value in _values(view, permits):
+            for name, words, value in _values(view, self._fleet):
                 if name not in families:
                     kind = CounterMetricFamily if name in _COUNTERS else GaugeMetricFamily
                     families[name] = kind(_PREFIX + name, words, labels=("worker", "role"))
@@ -128,9 +142,10 @@ class _Workers(Collector):
         retries = CounterMetricFamily(
             _PREFIX + "request_retries", "Attempts made again elsewhere", labels=("reason",)
         )
-        for reason, count in self._fleet.retries.items():
+        for reason, count in self._fleet.attempts.retries.items():
             retries.add_metric((reason,), count)
         yield retries
+        yield from _routing(self._fleet)
         suspicions, garbage = self._fleet.suspicions, self._fleet.garbage
         yield CounterMetricFamily(_PREFIX + "suspicions", "Workers suspected", suspicions)
         yield CounterMetricFamily(_PREFIX + "join_garbage", "Joins that were none", garbage)
@@ -208,13 +223,49 @@ def _integrity(told: Integrity) -> Iterator[Metric]:
     yield CounterMetricFamily(_PREFIX + "draft_faults", words, told.draft_faults_found)
 
 
-def _values(view: View, permits: int) -> Iterator[Value]:
+def _routing(fleet: Fleet) -> Iterator[Metric]:
+    routed = CounterMetricFamily(
+        _PREFIX + "routed", "Attempts, by why they went where they did", labels=("reason",)
+    )
+    for why in WHYS:
+        routed.add_metric((why,), fleet.attempts.routed[why])
+    faults = CounterMetricFamily(
+        _PREFIX + "attempt_faults", "Attempts that failed, by whose fault it was", labels=("owner",)
+    )
+    for owner in get_args(FaultOwner):
+        faults.add_metric((owner,), fleet.rotation.owners[owner])
+    yield from (routed, faults)
+    words = "Attempts not made again, since the budget of retries was spent"
+    yield CounterMetricFamily(_PREFIX + "retries_over_budget", words, fleet.attempts.over_budget)
+    words = "Prefixes that workers were told to drop"
+    yield CounterMetricFamily(_PREFIX + "quarantines_ordered", words, fleet.quarantines)
+    words = "Workers taken out of rotation for confirmed answers: look at them"
+    yield CounterMetricFamily(_PREFIX + "workers_taken_out", words, fleet.taken_out)
+    words = "Hashes of prompts that workers are believed to hold"
+    yield GaugeMetricFamily(_PREFIX + "prefix_blocks", words, len(fleet.rotation.prefixes))
+
+
+def _rotation(member: Member, fleet: Fleet) -> Iterator[Value]:
+    told = fleet.told(member)
+    yield "breaker_state", "0 closed, 1 half open, 2 open", BREAKER_STATES[told.breaker]
+    yield "breaker_opened", "Times it was shut out", told.opened
+    yield "worker_pace", "Times as long for a token as the others; 1 if not slow", told.pace
+    yield "worker_out_of_rotation", "1 if given work only where no other is", float(told.out)
+
+
+def _values(view: View, fleet: Fleet) -> Iterator[Value]:
+    permits = fleet.permits(view.member) if view.member else 0
     ledger = view.member.link.ledger if view.member else None
     up = ledger is not None and ledger.hello is not None
     yield "worker_up", "1 if it has joined and was not lost", float(up)
     yield "requests_in_flight", "Sequences accepted and not ended", permits
     yield "unknown_messages", "Messages for no known request", view.unknown
     yield "worker_lost", "Times the worker was lost", view.lost
+    yield "attempt_tokens", "Tokens that it said, of all attempts", view.computed.total()
+    leaving = 0 if ledger is None else ledger.leaving
+    yield "requests_leaving", "Sequences it was told to end, and has not said it did", leaving
+    if view.member is not None:
+        yield from _rotation(view.member, fleet)
     if ledger is not None and (said := ledger.progress) is not None:
         yield from _load(said, ledger.hello)
         yield from _speculation(said)
@@ -287,4 +338,6 @@ def _handoffs(said: Progress) -> Iterator[Value]:
     yield "pages_handoff", "KV pages held for such evidence alone", said.pages_handoff
     yield "pages_quarantined", "KV pages not used again", said.pages_quarantined
     yield "kv_bytes_sent", "Bytes of KV handed to other workers", said.kv_bytes_sent
+    yield "quarantines", "Orders to drop a prefix that were carried out", said.quarantines
+    yield "kv_pages_dropped", "KV pages shared no more for these", said.pages_dropped
     yield "deadlines", "Requests cut off by the prefill deadline", said.deadlines

@@ -75,6 +75,7 @@ class Ask:
     style: Style
     salt: str
     stream: bool
+    priority: int | None = None  # None: its client did not say
     with_usage: bool = False
     with_spec: bool = False
     with_ids: bool = False
@@ -95,7 +96,9 @@ class Ask:
     def prompt_of(self, choice: int) -> list[int]:
         return self.prompts[choice // self.n]
 
-    def starts(self, tenant: str, mint: Callable[[], str]) -> list[Start]:
+    def starts(
+        self, tenant: str, mint: Callable[[], str], session: str = "", priority: int = 0
+    ) -> list[Start]:
         return [
             Start(
                 request=mint(),
@@ -103,6 +106,8 @@ class Ask:
                 sampling=_seeded(self.sampling[choice // self.n], choice % self.n),
                 tenant=tenant,
                 salt=self.salt,
+                session=session,
+                priority=priority,
                 grammar=self.grammar,
             )
             for choice in range(self.choices)
@@ -260,6 +265,7 @@ def ask(
         sampling=sampling,
         style=_style(body, prompts[0], sampling[0], vocabulary, limits),
         salt=body.cache_salt or "",
+        priority=body.priority,
         stream=bool(body.stream),
         with_usage=bool(options and options.include_usage),
         with_spec=bool(options and options.include_spec),

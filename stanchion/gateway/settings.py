@@ -7,11 +7,24 @@ from ipaddress import ip_address
 from typing import Annotated, get_args
 
 from stanchion.core.errors import ConfigError
+from stanchion.core.request import PRIORITY_MAX
 from stanchion.gateway.monitor.guard import Mode
+from stanchion.gateway.priority import ranges
 from stanchion.gateway.quota import own_quotas
 
 PARSERS = ("auto", "glm", "none")
-_SECONDS = ("body_s", "worker_silence_s", "suspect_s", "stall_s", "drain_s", "retry_after_s")
+_SECONDS = (
+    "body_s", "worker_silence_s", "suspect_s", "stall_s", "drain_s", "retry_after_s",
+    "breaker_rest_s", "waiting_s", "confirmed_window_s",
+)  # fmt: skip
+_ONE_OR_MORE = (
+    "in_flight_max", "body_bytes_max", "bodies_bytes_max", "chat_tokens", "breaker_faults",
+    "breaker_probes",
+)  # fmt: skip
+_NONE_OR_MORE = (
+    "hold_tokens", "witness_tokens_max", "retries_share", "retries_spare", "confirmed_max",
+    "prefix_blocks_max", "waiting_max",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -33,6 +46,10 @@ class GatewaySettings:
     requests_per_minute: Annotated[int, "of each tenant; 0 means no bound"] = 0
     tokens_per_minute: Annotated[int, "prompts and answers of each tenant; 0: no bound"] = 0
     quotas: Annotated[tuple[str, ...], "NAME=REQUESTS:TOKENS a minute, for that tenant"] = ()
+    priority_best: Annotated[int, "the most urgent priority that tenants may ask for"] = 0
+    priorities: Annotated[tuple[str, ...], "NAME=USUAL:BEST priority, for that tenant"] = ()
+    waiting_max: Annotated[int, "requests that wait for room; beyond is 429"] = 0
+    waiting_s: Annotated[float, "longest time that one waits for room"] = 30.0
     in_flight_max: Annotated[int, "sequences accepted at once; beyond is 429"] = 256
     body_bytes_max: Annotated[int, "largest request body"] = 32 * 2**20
     bodies_bytes_max: Annotated[int, "all request bodies that are being read"] = 512 * 2**20
@@ -48,8 +65,14 @@ class GatewaySettings:
     hold_tokens: Annotated[int, "guarded: tokens that wait for the monitor"] = 128
     witness_tokens_max: Annotated[int, "prefill tokens a minute for witnesses"] = 2_000_000
     witness_share: Annotated[float, "answers witnessed though nothing is suspected, 0 to 1"] = 0.0
-    retries_share: Annotated[float, "quality retries a minute, of its requests"] = 0.1
-    retries_spare: Annotated[int, "quality retries a minute besides, for little traffic"] = 10
+    retries_share: Annotated[float, "retries a minute, of its requests, whatever for"] = 0.1
+    retries_spare: Annotated[int, "retries a minute besides, for little traffic"] = 10
+    breaker_faults: Annotated[int, "faults of a worker in 30 s, half of all, that shut it out"] = 5
+    breaker_rest_s: Annotated[float, "how long it is shut out then"] = 5.0
+    breaker_probes: Annotated[int, "requests that then try whether it is well"] = 1
+    confirmed_max: Annotated[int, "confirmed answers that take a worker out; 0: never"] = 3
+    confirmed_window_s: Annotated[float, "within so long"] = 600.0
+    prefix_blocks_max: Annotated[int, "hashes of prompts kept, of all workers"] = 1_000_000
     baselines: Annotated[str, "file of healthy answers' baselines; empty: ours"] = ""
     record: Annotated[str, "folder to record requests to; empty: none are"] = ""
     record_content: Annotated[bool, "record what is asked and answered too"] = False
@@ -60,7 +83,7 @@ class GatewaySettings:
             raise ConfigError(
                 f"host {self.host} is beyond loopback: that needs at least one API key (api_keys)"
             )
-        for name in ("in_flight_max", "body_bytes_max", "bodies_bytes_max", "chat_tokens"):
+        for name in _ONE_OR_MORE:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1")
         for name in _SECONDS:
@@ -73,11 +96,14 @@ class GatewaySettings:
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be at least 0")
         own_quotas(self.quotas)
+        ranges(self.priorities)
+        if not -PRIORITY_MAX <= self.priority_best <= 0:
+            raise ConfigError(f"priority_best must be from -{PRIORITY_MAX} to 0")
         if {*self.admin_keys} & {key.rpartition(":")[2] for key in self.api_keys}:
             raise ConfigError("admin_keys: a key of a tenant cannot be one of these too")
         if self.integrity not in get_args(Mode):
             raise ConfigError(f"integrity must be one of {', '.join(get_args(Mode))}")
-        for name in ("hold_tokens", "witness_tokens_max", "retries_share", "retries_spare"):
+        for name in _NONE_OR_MORE:
             if not 0 <= getattr(self, name) < 10**12:
                 raise ConfigError(f"{name} must be 0 or more")
         if not 0 <= self.witness_share <= 1:

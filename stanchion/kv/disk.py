@@ -380,6 +380,14 @@ class DiskTier:
             if (writing := self._coming.get(key)) is not None:
                 writing.unwanted = True
 
+    def forget_root(self, root: Digest) -> None:
+        """Files that hold a page of this identity leave, and whatever is being written."""
+        for file in list(self._files.values()):
+            if any(head.root == root for head in file.object.header.pages):
+                self._leave(file)
+        for writing in self._coming.values():
+            writing.unwanted = True
+
     def flush(self) -> None:
         """Everything leaves; what is in use, when it is no more."""
         for file in list(self._files.values()):

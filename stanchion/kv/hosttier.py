@@ -102,6 +102,10 @@ class HostTier:
             if self._kept.get(one.key) is one:
                 self._drop(one)
 
+    def forget_root(self, root: Digest) -> None:
+        for kept in [one for one in self._kept.values() if one.record.root == root]:
+            self._drop(kept)
+
     def flush(self) -> None:
         for kept in list(self._kept.values()):
             self._drop(kept)

@@ -378,6 +378,17 @@ class Tiers:
         if self.disk is not None:
             self.disk.flush()
 
+    def forget_root(self, root: Digest) -> None:
+        """Nothing that is kept of this identity now is hit again."""
+        for spill in self._spills:
+            spill.flushed = spill.flushed or any(one.root == root for one in spill.records)
+        parts = [part for wanted in self._wanted.values() for part in wanted.parts]
+        for part in [*parts, *self._leaving]:
+            part.flushed = True  # what comes is not known yet
+        self.host.forget_root(root)
+        if self.disk is not None:
+            self.disk.forget_root(root)
+
     def progress(self) -> TierProgress:
         host, counts, disk = self.host, self.counters, self.disk
         said = TierProgress(

@@ -482,7 +482,7 @@ def test_a_write_that_fails_fails_the_request() -> None:
     lane.release()
     cluster.settle()
     outcome: Outcome = cluster.outcome("a")
-    assert outcome == PeerLost("the KV could not be written")
+    assert outcome == PeerLost("the KV could not be written", "prefill-0")
     assert cluster.audit() == []
 
 

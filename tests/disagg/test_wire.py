@@ -216,7 +216,7 @@ def flip_bytes(decode: Parse, seed: int) -> None:
         )
     )  # fmt: skip
     parsed = 0
-    for _ in range(2000):
+    for _ in range(6000):
         changed = bytearray(frame)
         for _ in range(1 + int(rng.integers(3))):
             changed[int(rng.integers(len(changed)))] = int(rng.integers(256))

@@ -36,7 +36,10 @@ class Gateway:
     ) -> None:
         self._expected = expected
         self._beside = beside
-        self._settings = GatewaySettings(**({"port": 0, "suspect_s": 10.0} | settings))
+        # Workers here fail on purpose, again and again: breakers and the budget of retries have
+        # tests of their own.
+        usual = {"port": 0, "suspect_s": 10.0, "breaker_faults": 10**6, "retries_spare": 10**6}
+        self._settings = GatewaySettings(**(usual | settings))
         self._join = join
         self._vocabulary = vocabulary
         self._started = threading.Event()

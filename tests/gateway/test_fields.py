@@ -32,6 +32,7 @@ WRONG_NUMBERS = {
     "repetition_penalty": (-1, 0, 10.0001),
     "prompt_logprobs": (-1, 21),
     "draft_tokens": (-1, 6),
+    "priority": (-101, 101),
     "logprobs": (-1, 21),
     "seed": (-(2**63) - 1,),
 }

@@ -9,7 +9,7 @@ import pytest
 from stanchion.core.errors import Bug
 from stanchion.core.messages import Ended, Spec, Tokens
 from stanchion.core.outcome import Cancelled, Completed, PeerLost
-from stanchion.gateway.ledger import READ_MAX, Ledger, Ticket
+from stanchion.gateway.ledger import READ_MAX, TELL_AGAIN_S, Ledger, Ticket
 
 from .worker import HELLO, LENGTH, FakeWorker
 
@@ -147,3 +147,24 @@ def test_ready_needs_steps_only_while_something_is_in_flight():
     book.hear(progress(steps=5, prefill_tokens=9), 130.1)
     assert book.why_not_ready(130.2) == []
     assert "no report" in book.why_not_ready(135.2)[0]
+
+
+def test_who_should_end_is_told_again_until_it_has_ended():
+    book = ledger()
+    book.open(Ticket("r", lambda: None), 0.0)
+    book.told(["r", "nobody"], "client", 0.0)
+    assert book.leaving == 1 and book.unheard(TELL_AGAIN_S - 0.1) == []
+    assert book.unheard(TELL_AGAIN_S) == [("r", "client")]
+    book.told(["r"], "client", TELL_AGAIN_S)
+    assert book.unheard(TELL_AGAIN_S + 0.1) == []
+    assert book.unheard(2 * TELL_AGAIN_S) == [("r", "client")]
+    book.hear(Ended(request="r", outcome=Cancelled("client")), 11.0)
+    assert book.leaving == 0 and book.unheard(99.0) == []
+
+
+def test_a_worker_that_is_lost_is_told_nothing_more():
+    book = ledger()
+    book.open(Ticket("r", lambda: None), 0.0)
+    book.told(["r"], "client", 0.0)
+    book.lose("gone")
+    assert book.leaving == 0 and book.unheard(99.0) == []

@@ -31,7 +31,13 @@ def canary() -> str:
 
 
 KEY = canary()
-HEADERS = {"x-api-key": KEY, "x-request-id": canary(), "user-agent": canary()}
+HEADERS = {
+    "x-api-key": KEY,
+    "x-request-id": canary(),
+    "user-agent": canary(),
+    "x-session-id": canary(),
+}
+ADMIN = {"x-api-key": f"{KEY}-admin"}
 SCHEMA = {"properties": {canary(): {"type": "string", "description": canary()}}}
 ASKED = [{"role": "user", "content": canary()}]
 OPENAI = {
@@ -96,6 +102,8 @@ OTHERS = {
     f"/{canary()}": {"x": canary()},
     "/admin/abort": {"requests": [canary()]},
     "/admin/drain": {"worker": canary()},
+    "/admin/flush": {"worker": canary()},
+    "/admin/quarantine": {"worker": canary(), "tenant": canary(), "salt": canary()},
 }
 ANSWER = (
     f"{canary()}</think>{canary()}<tool_call>{canary()}<arg_key>{canary()}</arg_key>"
@@ -128,6 +136,8 @@ def sinks(served, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     with caplog.at_level(logging.DEBUG):
         yield
         metrics = served[1].client.get("/metrics").text
+        state = served[1].client.get("/admin/state", headers=ADMIN).text
+    assert WORD not in state and "workers" in state
     ours = [one for one in caplog.records if one.name.split(".")[0] not in CLIENTS]
     logged = "\n".join(f"{record.getMessage()} {record.exc_info}" for record in ours)
     assert WORD not in logged and WORD not in metrics
@@ -173,7 +183,7 @@ def test_what_is_refused_or_answered_without_a_worker(served, sinks, path: str):
     served[0].plan = _spoken(outcome.Completed("stop"))
     client = served[1].client
     body = (GENERATING | OTHERS)[path]
-    admin = {"x-api-key": f"{KEY}-admin"} if path.startswith("/admin") else {}
+    admin = ADMIN if path.startswith("/admin") else {}
     if path not in GENERATING:
         assert client.post(path, json=body, headers=admin).status_code < 500
         client.get(path)
@@ -203,6 +213,8 @@ def test_a_client_that_leaves(served, sinks, caplog):
         received = b""
         while b"tool_use" not in received:
             received += connection.recv(65536)
+        state = gateway.client.get("/admin/state", headers=ADMIN)
+        assert state.json()["requests"] and WORD not in state.text
     assert worker.aborted("client")
     until(lambda: caplog.records, bool)
 

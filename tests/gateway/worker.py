@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,10 +22,12 @@ from stanchion.core.messages import (
     Drain,
     Drained,
     Ended,
+    Flush,
     Greet,
     Hello,
     Join,
     Progress,
+    Quarantine,
     Refused,
     Role,
     Spec,
@@ -117,6 +119,9 @@ class FakeWorker:
     plan: Callable[[Start], Plan] = field(default_factory=lambda: answer("Hello there"))
     starts: list[Start] = field(default_factory=list)
     aborts: list[Abort] = field(default_factory=list)
+    orders: list[Quarantine | Flush] = field(default_factory=list)
+    spoke: Counter[str] = field(default_factory=Counter)  # tokens said, by attempt
+    counters: dict[str, int] = field(default_factory=dict)  # what Progress says instead
     drains: int = 0
     silent: bool = False  # says no Progress
     frozen: bool = False  # its counters stand still
@@ -219,6 +224,8 @@ class FakeWorker:
                     self.aborts.append(message)
                     if not self.deaf and self._running.pop(message.request, None) is not None:
                         send(Ended(request=message.request, outcome=Cancelled(message.by)))
+                case Quarantine() | Flush():
+                    self.orders.append(message)
                 case Drain():
                     self.drains += 1
                     send(Drained())
@@ -235,6 +242,8 @@ class FakeWorker:
                     steps.popleft()
                     continue
                 send(message := steps.popleft())
+                if isinstance(message, Tokens):
+                    self.spoke[request] += len(message.tokens)
                 if isinstance(message, Ended):
                     with self._heard:
                         del self._running[request]
@@ -244,7 +253,7 @@ class FakeWorker:
     def _progress(self) -> Progress:
         self._steps += not self.frozen
         running = 0 if self.forgets else len(self._running)
-        return Progress(
+        said = Progress(
             steps=self._steps,
             prefill_tokens=0,
             decode_tokens=0,
@@ -266,3 +275,4 @@ class FakeWorker:
             kv_bytes_sent=6,
             deadlines=7,
         )
+        return msgspec.structs.replace(said, **self.counters)

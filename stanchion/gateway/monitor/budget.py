@@ -67,16 +67,19 @@ class RetryBudget:
         for requests, _ in self._accounts(tenant, now):
             requests.add(1, now)
 
+    def allows(self, tenant: str, now: float) -> bool:
+        return all(
+            retries.total(now) + 1 <= self._share * requests.total(now) + self._spare
+            for requests, retries in self._accounts(tenant, now)
+        )
+
     def retry(self, tenant: str, now: float) -> bool:
         """False, and nothing is taken, where it is spent."""
-        accounts = self._accounts(tenant, now)
-        for requests, retries in accounts:
-            allowed = self._share * requests.total(now) + self._spare
-            if retries.total(now) + 1 > allowed:
-                return False
-        for _, retries in accounts:
-            retries.add(1, now)
-        return True
+        allowed = self.allows(tenant, now)
+        if allowed:
+            for _, retries in self._accounts(tenant, now):
+                retries.add(1, now)
+        return allowed
 
     def _accounts(self, tenant: str, now: float) -> tuple[tuple[Window, Window], ...]:
         if tenant not in self._tenants:

@@ -13,7 +13,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from stanchion.core.messages import Drained, Ended, Hello, Progress, Start, Tokens
+from stanchion.core.messages import Drained, Ended, Hello, Order, Progress, Start, Tokens
 from stanchion.core.outcome import Cancelled, Completed, Leaver, PeerLost, Rejected
 from stanchion.gateway.connection import Signal
 from stanchion.gateway.ledger import Ledger, Ticket
@@ -136,6 +136,9 @@ class UpstreamLink:
     def drain(self) -> None:
         self._counts.draining = self._fresh = True
         self.tick()
+
+    def tell(self, order: Order) -> None:
+        """There is no word for it there: fresh salts keep what was wrong out of use."""
 
     def lose(self, why: str) -> None:
         if self.lost:
