@@ -73,7 +73,9 @@ def front_settings(
     patient = max(config.cluster.suspect_s, LOOKS_MISSED * config.upstream.poll_s)
     # Were there nobody else, a server in a long step would be better than none.
     suspect_s = settings.worker_silence_s if len(servers) == 1 else patient
-    return replace(settings, suspect_s=suspect_s, admin_keys=admin_keys)
+    # Nothing tells how far a server is with a prompt: it may take as long as it may be silent.
+    stall_s = max(settings.stall_s, config.upstream.read_s)
+    return replace(settings, suspect_s=suspect_s, stall_s=stall_s, admin_keys=admin_keys)
 
 
 def _folder(said: str) -> Path:

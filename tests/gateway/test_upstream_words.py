@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stanchion.cli.front import front
+from stanchion.cli.front import front, front_settings
 from stanchion.core.config import Config, load
 from stanchion.core.errors import ConfigError
 from stanchion.core.messages import Start
@@ -294,3 +294,12 @@ def test_a_tool_that_nobody_gave_is_not_called() -> None:
     with pytest.raises(Wrong) as raised:
         reader.read(json.dumps(event).encode())
     assert isinstance(raised.value.outcome, OutputSuspect)
+
+
+def test_a_server_in_a_long_prompt_stands_no_more_still_than_it_may_be_silent() -> None:
+    """Nothing tells how far it is: half a minute without a step is no sign of anything here."""
+    config = load(Config(), "", ["upstream.read_s=120"])
+    servers = places("vllm:http://127.0.0.1:1,vllm:http://127.0.0.1:2", "", "")
+    assert front_settings(config, (), (), servers).stall_s == 120
+    hasty = load(config, "", ["upstream.read_s=1"])
+    assert front_settings(hasty, (), (), servers).stall_s == 30
