@@ -165,12 +165,17 @@ class Attempts:
         if known is None or ended is None:  # it was given up for another attempt, or never there
             self._rotation.let_go(request, route, _now())
         else:
-            self._rotation.ended(request, route, ended, _now())
+            moving = [life for life in route.lives if self._moves(life)]
+            self._rotation.ended(request, route, ended, _now(), moving)
             if isinstance(ended, OutputSuspect):
                 start, salt = known.start, known.ticket.salt
                 read = Quarantine(tokens=start.tokens, tenant=start.tenant, salt=salt)
                 self._spoilt(request, route.lives, read)
         self._router.release(request)
+
+    def _moves(self, life: Life) -> bool:
+        member = self._members.alive(life)
+        return member is not None and member.link.ledger.moving(_now(), self._settings.suspect_s)
 
     # ---- a second attempt -------------------------------------------------------------------
 

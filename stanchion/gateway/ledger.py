@@ -326,6 +326,10 @@ class Ledger:
         stalled = now - self._moved_at
         return stalled if self._works and stalled > self._stall_s else 0.0
 
+    def moving(self, now: float, within_s: float) -> bool:
+        """It has work, and its counters moved so lately: whoever waits for it waits in a queue."""
+        return self._works and now - self._moved_at <= within_s
+
     @property
     def _works(self) -> bool:
         """It has something to do, whoever told it: prefill workers hear of it from decode."""

@@ -159,13 +159,24 @@ class Rotation:
         for life in route.lives:
             self.breakers.of(life).ended(request, False, None, now)
 
-    def ended(self, request: str, route: Route, ended: Outcome, now: float) -> None:
+    def ended(
+        self,
+        request: str,
+        route: Route,
+        ended: Outcome,
+        now: float,
+        moving: Collection[Life] = (),
+    ) -> None:
+        """`moving`: those that get on with their work. A deadline that passes there is a queue's
+        length and no fault of theirs; were it one, a rush would shut out whoever stands it."""
         owner = fault_owner(ended)
+        to_blame = blamed(ended, route)
+        if isinstance(ended, Cancelled) and owner == "worker" and to_blame in moving:
+            owner = "capacity"
         if owner is not None:
             self.owners[owner] += 1
         if isinstance(ended, Overloaded):
             self._rests[route.worker] = now + min(ended.retry_after_s, REST_MAX_S)
-        to_blame = blamed(ended, route)
         for life in route.lives:
             own = owner if life == to_blame else None
             well = isinstance(ended, Completed)

@@ -168,3 +168,16 @@ def test_a_worker_that_is_lost_is_told_nothing_more():
     book.told(["r"], "client", 0.0)
     book.lose("gone")
     assert book.leaving == 0 and book.unheard(99.0) == []
+
+
+def test_a_worker_moves_while_it_has_work_and_its_counters_do():
+    book = ledger()
+    book.hear(HELLO, 0.0)
+    book.hear(progress(steps=1, running=1), 1.0)
+    assert book.moving(2.0, 1.5) and not book.moving(3.0, 1.5)
+    book.hear(progress(steps=1, running=1), 3.0)  # it says the same once more
+    assert not book.moving(3.0, 1.5)
+    book.hear(progress(steps=1, prefill_tokens=64, running=1), 3.1)
+    assert book.moving(4.0, 1.5)
+    book.hear(progress(steps=2, prefill_tokens=64, running=0), 4.0)
+    assert not book.moving(4.1, 1.5), "nothing is asked of it"

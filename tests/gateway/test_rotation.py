@@ -150,13 +150,13 @@ class Cluster:
         self.whys[route.why] += 1
         return route
 
-    def end(self, name: str, ended: Outcome = WELL) -> None:
+    def end(self, name: str, ended: Outcome = WELL, moving: Sequence[Life] = ()) -> None:
         route, _ = self.running.pop(name)
         if isinstance(ended, outcome.Completed):
             self.router.begun(name)
             self.rotation.said(name, route, self.now)
             self.rotation.came(route.worker, 1)
-        self.rotation.ended(name, route, ended, self.now)
+        self.rotation.ended(name, route, ended, self.now, moving)
         self.router.release(name)
 
     def tick(self) -> None:
@@ -491,6 +491,23 @@ def test_few_faults_among_many_that_end_well_open_nothing():
     for at in range(200):
         breaker.ended(f"{at}", at % 3 > 0, "worker" if at % 3 == 0 else None, at / 10)
     assert breaker.state == "closed"
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_rush_shuts_out_nobody_who_gets_on_with_it(moves: bool):
+    """Deadlines that pass in a queue are its length; those of a worker that stands still are its
+    own. The wrong variant, for which all are the worker's, is the second case."""
+    cluster = Cluster(["decode-0", "prefill-0"], {})
+    for _ in range(20):
+        cluster.now += 0.1
+        if cluster.send(started([1])) is None:
+            break
+        for name in list(cluster.running):
+            cluster.end(name, outcome.Cancelled("deadline"), [("prefill-0", 1)] if moves else [])
+    breakers, owners = cluster.rotation.breakers, cluster.rotation.owners
+    assert (breakers.of(("prefill-0", 1)).state == "open") is not moves
+    assert breakers.of(("decode-0", 1)).state == "closed"
+    assert set(owners) == {"capacity" if moves else "worker"}
 
 
 def test_of_a_pair_the_one_at_fault_is_blamed():
