@@ -13,9 +13,9 @@ requests="${2:-2000}"
 trace="${STANCHION_TRACES:?say where the public traces are}/weka_claude_code_sessions.jsonl.gz"
 python="${PYTHON:-.venv/bin/python}"
 mkdir -p "$out"
-cluster="--prefill 2 --decode 1 --integrity off --prefill-deadline 2 --kv-memory 0.03 --host-cache 0.3"
+cluster="--prefill 2 --decode 1 --integrity off --prefill-deadline 2 --kv-memory 0.1 --host-cache 0.6"
 cluster="$cluster --set lab.slow_transfer_ms=20 --set lab.slow_load=0/index:0.5,1/index:0.5,2/index:0.5,3/index:0.5,4/index:0.5,5/index:0.5"
-sed -e "s|@TRACE@|$trace|; s|@REQUESTS@|$requests|; s|@BLOCK@|$requests|; s|@PRESSURE@|60|; s|@CLUSTER@|$cluster|" \
+sed -e "s|@TRACE@|$trace|; s|@REQUESTS@|$requests|; s|@BLOCK@|$requests|; s|@PRESSURE@|20|; s|@CLUSTER@|$cluster|" \
 	runs/scaling_pain.toml >"$out/plan.toml"
 "$python" -m stanchion.cli.main ablate "$out/plan.toml" --out "$out/runs"
 "$python" -m stanchion.cli.main report "$out/runs" --out "$out/page"

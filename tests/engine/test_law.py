@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
@@ -79,8 +81,8 @@ def test_penalised_samples_have_one_law_with_and_without_drafts() -> None:
 def test_penalties_that_forget_the_drafts_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Request.ask
 
-    def forgetful(self: Request, drafts: list[int]) -> object:
-        asked = right(self, drafts)
+    def forgetful(self: Request, drafts: list[int], *mask: Any) -> object:
+        asked = right(self, drafts, *mask)
         known = self.tokens[self.prompt_length : self.length].tolist()
         fields = {name: getattr(asked, name) for name in asked.__dataclass_fields__}
         return type(asked)(**(fields | {"output": tuple(known)}))
