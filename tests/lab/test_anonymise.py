@@ -474,3 +474,11 @@ def test_the_commands(
     assert main(["convert", str(out), str(target)]) == 2
     assert main(["anonymise", folder, str(out)]) == 2, "the folder is not empty"
     assert "is not empty" in capsys.readouterr().err
+    assert main(["anonymise", folder, str(target)]) == 2, "a file is in its place"
+    assert "m.jsonl: cannot be a folder: File exists" in capsys.readouterr().err
+    for kind in ("mooncake", "weka"):
+        nowhere = str(tmp_path / "no" / "m.jsonl")
+        assert main(["convert", folder, nowhere, "--to", kind, "--block-tokens", "64"]) == 2
+        assert "cannot be written: No such file" in capsys.readouterr().err
+    assert main(["convert", folder, str(target), "--to", "weka", "--block-tokens", "0"]) == 2
+    assert "--block-tokens is 0; it must be at least 1" in capsys.readouterr().err
