@@ -17,6 +17,7 @@ from stanchion.cli.detect import Asked as Look
 from stanchion.cli.detect import detect
 from stanchion.cli.replay import replay
 from stanchion.cli.replay_asked import Asked, make_plan
+from stanchion.cli.settings import output_folder
 from stanchion.core.errors import ConfigError
 from stanchion.lab.ablate import Ablated, Arm, Plan, analyse, check_size, order, read, words
 from stanchion.lab.detect_table import sessions
@@ -69,7 +70,7 @@ def _read(path: Path) -> Plan:
 def _begin(plan: Plan, out: Path) -> None:
     """The plan is kept, and a run that goes on must be of the same: sizes are not changed once
     results may have been seen."""
-    out.mkdir(parents=True, exist_ok=True, mode=0o700)
+    output_folder(out)
     kept, raw = out / PLAN, msgspec.json.encode(plan)
     if kept.exists() and kept.read_bytes() != raw:
         raise ConfigError(f"{out} was begun with another plan; a changed one wants a new folder")

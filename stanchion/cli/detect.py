@@ -45,6 +45,10 @@ class Asked:
 def detect(asked: Asked) -> Detected:
     """Looks at all of a run, and writes what it found beside it."""
     header = read_header(asked.run)
+    if asked.reference is not None:
+        read_header(asked.reference)  # a run too: an empty folder is no reference
+    if asked.top < 0:
+        raise ConfigError(f"--top is {asked.top}; it must be at least 0")
     known = baselines(asked.baselines)
     eyes = Eyes(vocabulary(asked.tokenizer or header.model), _baseline(known, header))
     scale = _scale(known, header) if asked.witness else None

@@ -123,6 +123,8 @@ def _run_convert(arguments: argparse.Namespace) -> int:
 
     if (arguments.out is None) != (arguments.to is None):
         raise ConfigError("OUT and --to go together")
+    if arguments.block_tokens is not None and arguments.block_tokens < 1:
+        raise ConfigError(f"--block-tokens is {arguments.block_tokens}; it must be at least 1")
     trace = _trace(arguments)
     found = structure(trace)
     header, blocks = trace.header, sum(len(one.blocks) for one in trace)

@@ -349,8 +349,10 @@ def _verify(command: argparse.ArgumentParser) -> None:
 
 
 def _tokens(said: str) -> int:
-    thousands = said.endswith("k")
-    return int(said.removesuffix("k")) * (1000 if thousands else 1)
+    number = said.removesuffix("k")
+    if not number.isdecimal():
+        raise argparse.ArgumentTypeError(f"{said!r} is no number of tokens; such as 70000 or 70k")
+    return int(number) * (1000 if said.endswith("k") else 1)
 
 
 def _run_burn_in(arguments: argparse.Namespace) -> int:
@@ -360,7 +362,7 @@ def _run_burn_in(arguments: argparse.Namespace) -> int:
     plain = Storm()
     storm = replace(
         plain,
-        requests=arguments.requests or plain.requests,
+        requests=plain.requests if arguments.requests is None else arguments.requests,
         seed=arguments.seed,
         concurrency=arguments.concurrency,
     )

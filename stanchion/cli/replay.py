@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from stanchion.cli.replay_asked import Asked, Server, ask_server, make_bodies, make_plan
+from stanchion.cli.settings import output_folder
 from stanchion.core.errors import ConfigError
 from stanchion.gateway.serve import only
 from stanchion.lab.replay_client import HttpClient, client
@@ -89,7 +90,7 @@ def replay(asked: Asked, quiet: bool = False) -> RunHeader:
     folder = Path(asked.out)
     whole, _ = make_plan(asked)
     server = _run(_ask(asked))
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    output_folder(folder)
     header, done, base_s = _taken_up(folder, asked, whole, server)
     write_header(folder, header)
     parts = min(asked.processes, len(whole.steps))
@@ -109,7 +110,8 @@ def finish(folder: Path, header: RunHeader) -> RunHeader:
     results = list(read_results(folder))
     late = [one.lateness_s for one in results if one.lateness_s is not None]
     said = lateness(late, header.lateness.bound_s)
-    valid, why = verdict(said, header.concurrency, header.requests - len(results))
+    failed = bool(results) and all(one.ending == "failed" for one in results)
+    valid, why = verdict(said, header.concurrency, header.requests - len(results), failed)
     armed = dict.fromkeys(
         name for one in results for name in filter(None, one.failpoints.split(","))
     )

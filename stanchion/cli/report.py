@@ -9,6 +9,7 @@ import msgspec
 
 from stanchion.cli.ablate import ABLATED, REFERENCE
 from stanchion.cli.detect import read_found
+from stanchion.cli.settings import output_folder
 from stanchion.core.errors import ConfigError
 from stanchion.lab.ablate import Ablated
 from stanchion.lab.report import Run, sections
@@ -34,7 +35,7 @@ def report(folders: Sequence[Path], out: Path) -> tuple[Path, Path]:
         raise ConfigError("a report is of one ablation; give one of these folders")
     title = "Report of " + ", ".join(str(one) for one in folders)
     made = sections(runs, told[0] if told else None)
-    out.mkdir(parents=True, exist_ok=True)
+    output_folder(out)
     pages = out / f"{NAME}.html", out / f"{NAME}.md"
     pages[0].write_text(html(title, made))
     pages[1].write_text(markdown(title, made))

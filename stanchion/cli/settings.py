@@ -21,6 +21,14 @@ def read_config(file: str | None, sets: list[str]) -> Config:
     return load(Config(), text, sets)
 
 
+def output_folder(folder: Path) -> None:
+    """Makes it, if it is not there. Raise ConfigError where it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise ConfigError(f"--out {folder} cannot be a folder: {error.strerror}") from None
+
+
 def model_folder(path: str) -> Path:
     """Where a model's files lie; 'tiny' is the embedded checkpoint."""
     if path == "tiny":

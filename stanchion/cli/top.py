@@ -36,7 +36,9 @@ def run(url: str, key: str, seconds: float, once: bool, output: TextIO | None = 
     if once:
         console.print(first)
         return 0
-    with Live(first, console=console, auto_refresh=False, screen=console.is_terminal) as live:
+    if not console.is_terminal:
+        raise ConfigError("this is no terminal: give --once for one look")
+    with Live(first, console=console, auto_refresh=False, screen=True) as live:
         while True:
             time.sleep(seconds)
             live.update(draw(fetch(url, key)), refresh=True)
@@ -59,7 +61,8 @@ def fetch(url: str, key: str) -> State:
     finally:
         connection.close()
     if answer.status == 401:
-        raise ConfigError("--admin-key is not one of this server's")
+        why = "is not one of this server's" if key else "is missing: /admin is shut without it"
+        raise ConfigError(f"--admin-key {why}")
     try:
         said: Any = json.loads(raw)
     except ValueError:

@@ -148,8 +148,8 @@ def chat_of(body: CountBody) -> ChatBody:
     return ChatBody(
         model=body.model,
         messages=[*_system(body.system), *_turns(body.messages)],
-        tools=_tools(body.tools or ()),
-        tool_choice=_choice(choice),
+        tools=_tools(body.tools) if body.tools else None,
+        tool_choice=_choice(choice) if body.tools or body.tool_choice else None,
         parallel_tool_calls=False if choice.disable_parallel_tool_use else None,
         chat_template_kwargs={"enable_thinking": kind != "disabled"},
         reasoning_effort=config.effort,

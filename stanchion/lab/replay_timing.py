@@ -15,16 +15,18 @@ from stanchion.lab.results import Lateness, Result, RunHeader
 from stanchion.lab.stats import PERCENTILE_METHOD, Summary, percentile, summary
 
 LATENESS_MAX_S = 0.1  # 99 % of requests must be sent within so much of their time
+FAILURES_SHOWN = 3
 ENDINGS = ("completed", "failed", "aborted", "empty")
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Of one run or of one arm. `itl`: seconds a token after the first, of answers whose number of
-    tokens is known. `tokens_s`: of all completed answers, over the time from first send to last
-    end."""
+    """Of one run or of one arm. `failures`: what was said of them, and how often. `itl`: seconds a
+    token after the first, of answers whose number of tokens is known. `tokens_s`: of all completed
+    answers, over the time from first send to last end."""
 
     endings: dict[str, int]
+    failures: dict[str, int]
     lateness: Summary
     ttft_due: Summary
     ttft_sent: Summary
@@ -55,6 +57,7 @@ def timing(results: Iterable[Result]) -> Timing:
     known = [one.output_tokens for one in whole if one.output_tokens is not None]
     return Timing(
         endings={name: counts.get(name, 0) for name in ENDINGS},  # type: ignore[call-overload]
+        failures=dict(Counter(one.error for one in every if one.error).most_common()),
         lateness=summary(_each(every, lambda one: one.lateness_s)),
         ttft_due=summary(_each(whole, lambda one: _less(one.first_token, one.due))),
         ttft_sent=summary(_each(whole, lambda one: _less(one.first_token, one.send))),
@@ -95,10 +98,14 @@ def lateness(values: Sequence[float], bound_s: float) -> Lateness:
     )
 
 
-def verdict(said: Lateness, concurrency: int | None, missing: int) -> tuple[bool, str]:
+def verdict(
+    said: Lateness, concurrency: int | None, missing: int, every_failed: bool = False
+) -> tuple[bool, str]:
     """Is it valid, and if not, why not?"""
     if missing:
         return False, f"{missing} requests have no result"
+    if every_failed:
+        return False, "every request failed"
     if said.p99_s is None:
         return False, "nothing was sent"
     if said.p99_s > said.bound_s:
@@ -119,6 +126,7 @@ def words(header: RunHeader, told: Timing) -> str:
     lines = [
         f"{header.loop} loop, speed {header.speed}, {header.copies} copies: {valid}",
         f"{told.requests:,} requests: {counts}",
+        *(f"  {count:,} times: {why}" for why, count in [*told.failures.items()][:FAILURES_SHOWN]),
         _line("lateness", told.lateness),
         _line("first token, from schedule", told.ttft_due),
         _line("first token, from send", told.ttft_sent),

@@ -58,6 +58,10 @@ def test_what_is_no_server_or_refuses_is_said(tmp_path: Path) -> None:
     with cluster(tmp_path, "both-0", **KEYS) as (gateway, _):
         with pytest.raises(ConfigError, match="admin-key"):
             fetch(gateway.url, "wrong")
+        with pytest.raises(ConfigError, match="admin-key is missing"):
+            fetch(gateway.url, "")
+        with pytest.raises(ConfigError, match="--once"):
+            run(gateway.url, "the-admin", 1.0, False, io.StringIO())
         with pytest.raises(ConfigError, match="no stanchion server"):
             fetch(f"{gateway.url}/elsewhere", "the-admin")
     with pytest.raises(ConfigError, match="no answer"):

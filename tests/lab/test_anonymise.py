@@ -17,6 +17,8 @@ from msgspec import Struct
 from stanchion.cli.main import main
 from stanchion.core.errors import Bug, ConfigError
 from stanchion.core.recording import Content, Header, Level, Recorded, Times
+from stanchion.gateway.body import ChatBody
+from stanchion.lab.anonymise.body import replaced, typed
 from stanchion.lab.anonymise.canary import leaked, planting, secrets
 from stanchion.lab.anonymise.export import Settings, anonymise
 from stanchion.lab.anonymise.fields import Shield
@@ -25,11 +27,13 @@ from stanchion.lab.anonymise.masks import DetectSecrets, Masks, Patterns
 from stanchion.lab.anonymise.pool import library, names, pool
 from stanchion.lab.anonymise.privacy import anonymity, dictionary, likely, linked, shown
 from stanchion.lab.anonymise.report import PRIVACY
-from stanchion.lab.anonymise.surrogate import Surrogates
+from stanchion.lab.anonymise.surrogate import Surrogates, _Marks
 from stanchion.lab.anonymise.tokenised import Tokenised
 from stanchion.lab.anonymise.words import Words
 from stanchion.lab.formats.sniff import read
 from stanchion.lab.formats.trace import Trace
+from stanchion.lab.replay_body import Bodies
+from stanchion.lab.replay_plan import pace, plan
 from stanchion.lab.structure import page_hits, sharing, structure
 
 from .traffic import PAGE, SOURCE, recording, replayed, vocabulary
@@ -129,6 +133,40 @@ def test_what_a_surrogate_keeps(recorded: tuple[Path, Trace, int], tmp_path: Pat
             assert schema["properties"][name]["type"] == "string"
             assert len(schema["properties"][name]["enum"]) == 2
     assert calls > 20
+
+
+def test_every_surrogate_is_sent_by_a_replay(
+    recorded: tuple[Path, Trace, int], tmp_path: Path
+) -> None:
+    """Also of Anthropic's API: what comes out of it is a chat, and is called one."""
+    trace = recorded[1]
+    anonymise(trace, tmp_path / "out", settings("surrogate"), KEY, OTHER, vocabulary())
+    assert {one.api for one in trace} == {"chat", "completions", "messages"}
+    for one in read(tmp_path / "out"):
+        path, body = Bodies("m").of(plan([one], "open", pace("1")).steps[0])
+        wanted = "messages" if path == "/v1/chat/completions" else "prompt"
+        assert one.content is not None and body[wanted] == one.content.body[wanted]
+
+
+@pytest.mark.parametrize("choice", ["none", "auto", "required", "weather"])
+def test_a_call_that_was_forced_still_is(words: Words, choice: str) -> None:
+    named = {"type": "function", "function": {"name": choice}}
+    body = typed(
+        "chat",
+        {
+            "messages": [{"role": "user", "content": "hello"}],
+            "tools": [{"type": "function", "function": {"name": "weather"}}],
+            "tool_choice": named if choice == "weather" else choice,
+        },
+    )
+    assert isinstance(body, ChatBody)
+    made = replaced(body, _Marks(words, "t", True))
+    other = words.name("t", "weather")
+    if choice == "weather":
+        assert made.tool_choice == named | {"function": {"name": other}} and other != choice
+    else:
+        assert made.tool_choice == choice
+    assert [one.function.name for one in made.tools or ()] == [other]
 
 
 class Leaky(Shield):
@@ -436,3 +474,11 @@ def test_the_commands(
     assert main(["convert", str(out), str(target)]) == 2
     assert main(["anonymise", folder, str(out)]) == 2, "the folder is not empty"
     assert "is not empty" in capsys.readouterr().err
+    assert main(["anonymise", folder, str(target)]) == 2, "a file is in its place"
+    assert "m.jsonl: cannot be a folder: File exists" in capsys.readouterr().err
+    for kind in ("mooncake", "weka"):
+        nowhere = str(tmp_path / "no" / "m.jsonl")
+        assert main(["convert", folder, nowhere, "--to", kind, "--block-tokens", "64"]) == 2
+        assert "cannot be written: No such file" in capsys.readouterr().err
+    assert main(["convert", folder, str(target), "--to", "weka", "--block-tokens", "0"]) == 2
+    assert "--block-tokens is 0; it must be at least 1" in capsys.readouterr().err

@@ -292,6 +292,15 @@ def test_a_run_is_held_against_its_reference(tmp_path: Path) -> None:
     assert page.count("### r") == 3
 
 
+def test_what_is_no_run_is_no_reference(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", [result("abc")])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="empty is no run of replay"):
+        command.detect(command.Asked(run, tmp_path / "empty", quiet=True))
+    with pytest.raises(ConfigError, match="--top is -1"):
+        command.detect(command.Asked(run, top=-1, quiet=True))
+
+
 def test_baselines_of_other_models_are_not_taken(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", [result("abc", points=points(*ALL))])
     told = command.detect(command.Asked(run, quiet=True))

@@ -546,6 +546,7 @@ def test_requests_of_the_other_api_are_put_in_these_terms() -> None:
     path, body = only(recorded("r", 0.0, api="messages", content=Content(body=said)), Bodies("m"))
     assert path == "/v1/chat/completions" and body["max_tokens"] == 7
     assert [one["role"] for one in body["messages"]] == ["system", "user"]
+    assert not {"tools", "tool_choice"} & set(body), "an empty list of tools is refused elsewhere"
     with pytest.raises(ConfigError, match="r: its content is no request"):
         only(recorded("r", 0.0, api="messages", content=Content(body={"x": 1})), Bodies("m"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -15,10 +16,10 @@ from stanchion.cli.bench.replay import serving
 from stanchion.cli.detect import Asked as Look
 from stanchion.cli.detect import detect
 from stanchion.cli.main import main
-from stanchion.cli.replay import replay, report
+from stanchion.cli.replay import finish, replay, report
 from stanchion.cli.replay_asked import Asked
 from stanchion.core.errors import ConfigError
-from stanchion.lab.results import read_header, read_results
+from stanchion.lab.results import RESULTS, Writer, read_header, read_results
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +130,32 @@ def test_what_cannot_be_run_is_told(
     (tmp_path / "full" / "letter").write_text("dear")
     assert main(["replay", str(trace), "--url", url, "--out", str(tmp_path / "full")]) == 2
     assert "not empty" in capsys.readouterr().err
+    (tmp_path / "letter").write_text("dear")
+    for command in ("replay", "report"):
+        more = ["--url", url] if command == "replay" else []
+        source = trace if command == "replay" else run_of(trace, url, tmp_path)
+        out = str(tmp_path / "letter")
+        assert main([command, str(source), "--out", out, *more]) == 2
+        assert f"--out {out} cannot be a folder: File exists" in capsys.readouterr().err
+
+
+def run_of(trace: Path, url: str, folder: Path) -> Path:
+    replay(asked(trace, url, out=str(folder / "run"), first=1), quiet=True)
+    return folder / "run"
+
+
+def test_a_run_of_failures_is_not_valid_and_says_why(trace: Path, url: str) -> None:
+    header = replay(asked(trace, url, first=3), quiet=True)
+    folder = trace.parent / "run"
+    results = list(read_results(folder))
+    for path in folder.glob(RESULTS):
+        path.unlink()
+    with closing(Writer(folder, 1, 0)) as writer:
+        for one in results:
+            writer.add(msgspec.structs.replace(one, ending="failed", error="404 no such model"))
+    header = finish(folder, header)
+    assert header.valid is False and header.why == "every request failed"
+    assert "  3 times: 404 no such model" in report(header, folder).splitlines()
 
 
 def test_a_missing_extra_is_named(

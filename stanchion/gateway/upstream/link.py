@@ -221,7 +221,8 @@ class UpstreamLink:
     async def _attempt(self, start: Start, used: Collection[Life]) -> None:
         one = start.sampling
         if start.grammar is not None:
-            raise Wrong(Rejected("response_format", "grammars are not handed to other engines yet"))
+            said = "structured output, forced and strict tools are not handed to other engines yet"
+            raise Wrong(Rejected("response_format", said))
         if start.said and (one.presence_penalty or one.frequency_penalty):
             raise Wrong(Rejected("presence_penalty", "an answer with it cannot be resumed there"))
         scores = one.prompt_logprobs is not None

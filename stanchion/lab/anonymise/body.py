@@ -26,7 +26,7 @@ from stanchion.gateway.body import (
     ToolCall,
     decode,
 )
-from stanchion.gateway.conversation import ROLES
+from stanchion.gateway.conversation import ROLES, forced
 
 SCHEMA_WORDS = frozenset(
     {
@@ -83,7 +83,7 @@ def replaced(body: ChatBody, put: Put) -> ChatBody:
     return ChatBody(
         messages=[_message(one, put) for one in body.messages],
         tools=None if body.tools is None else [_tool(one, put) for one in body.tools],
-        tool_choice=body.tool_choice if body.tool_choice in ("none", "auto") else None,
+        tool_choice=_choice(body, put),
         max_completion_tokens=body.max_completion_tokens,
         logprobs=body.logprobs,
         top_logprobs=body.top_logprobs,
@@ -117,6 +117,12 @@ def shared(body: ChatBody | CompletionBody, put: Put) -> dict[str, Any]:
 def plain(body: ChatBody | CompletionBody) -> dict[str, Any]:
     """As JSON, without what is absent."""
     return {name: value for name, value in msgspec.to_builtins(body).items() if value is not None}
+
+
+def _choice(body: ChatBody, put: Put) -> str | dict[str, Any] | None:
+    if name := forced(body):
+        return {"type": "function", "function": {"name": put.name(name)}}
+    return body.tool_choice
 
 
 def _switches(body: ChatBody) -> dict[str, Any] | None:

@@ -199,7 +199,8 @@ class Replaced(Export):
             after = chain(first, ids.tobytes(), self.surrogates.page_tokens)
             self.before.append(one.blocks)
             self.after.append(after.blocks)
-        return structs.replace(bare, content=content)
+        api = "chat" if one.api == "messages" else one.api  # what its body is now
+        return structs.replace(bare, api=api, content=content)
 
     def kept(self, after: int, before: int, differences: Sequence[str]) -> Kept:
         """What differs between the pages of the prompts as they were, and with other words."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import BinaryIO, Protocol, TypeVar
 
 import msgspec
 
@@ -44,6 +44,17 @@ def opened(path: Path) -> Iterator[Stream]:
                 yield unpacked
     except (OSError, EOFError, zlib.error) as error:
         raise TraceError(path, None, f"cannot be read: {error}") from None
+
+
+@contextmanager
+def written(path: Path) -> Iterator[BinaryIO]:
+    """The file, to be written anew. Raise TraceError where it cannot be."""
+    try:
+        stream = path.open("wb")
+    except OSError as error:
+        raise TraceError(path, None, f"cannot be written: {error.strerror}") from None
+    with stream:
+        yield stream
 
 
 def lines(path: Path) -> Iterator[tuple[int, bytes]]:

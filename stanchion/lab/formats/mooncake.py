@@ -18,7 +18,7 @@ from msgspec import Meta, Struct
 from stanchion.core.errors import TraceError
 from stanchion.core.recording import Header, Recorded, Times
 from stanchion.lab.formats.coarse import Coarsened, coarsened
-from stanchion.lab.formats.lines import SECONDS_MAX, decoded, lines
+from stanchion.lab.formats.lines import SECONDS_MAX, decoded, lines, written
 from stanchion.lab.formats.options import Options
 from stanchion.lab.formats.trace import Trace, checked
 
@@ -98,7 +98,7 @@ def write(path: Path, trace: Iterable[Recorded], header: Header, block_tokens: i
     found = sorted(trace, key=lambda one: one.times.arrival)
     book = Coarsened(path, header, block_tokens)
     first = found[0].times.arrival if found else 0.0
-    with path.open("wb") as stream:
+    with written(path) as stream:
         for one in found:
             line = {
                 "timestamp": round((one.times.arrival - first) * 1000),

@@ -44,7 +44,10 @@ def _requests(folder: Path, header: Header, left_out: Callable[[int], None]) -> 
 
 def write(folder: Path, header: Header, requests: Iterable[Recorded]) -> int:
     """How many were written. Raise TraceError where the folder holds something already."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise TraceError(folder, None, f"cannot be a folder: {error.strerror}") from None
     if any(folder.iterdir()):
         raise TraceError(
             folder, None, "is not empty; a recording is written to a folder of its own"

@@ -19,7 +19,7 @@ from msgspec import Struct
 from stanchion.core.errors import TraceError
 from stanchion.core.recording import Finish, Header, Recorded, Times
 from stanchion.lab.formats.coarse import Coarsened, coarsened
-from stanchion.lab.formats.lines import decoded, lines
+from stanchion.lab.formats.lines import decoded, lines, written
 from stanchion.lab.formats.options import Options
 from stanchion.lab.formats.trace import Trace, checked
 
@@ -174,7 +174,7 @@ def write(path: Path, trace: Iterable[Recorded], header: Header, block_tokens: i
     for session, parent in parents.items():
         inside.setdefault(str(parent), []).append(session)
     book = Coarsened(path, header, block_tokens)
-    with path.open("wb") as stream:
+    with written(path) as stream:
         for session, requests in sessions.items():
             if session not in parents:
                 agents = [sessions[name] for name in inside.get(session, ())]
