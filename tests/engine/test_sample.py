@@ -187,7 +187,7 @@ def bonus_from_q(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("mistake", [reused_uniform, recovery_from_p, bonus_from_q])
-@pytest.mark.parametrize("drafts", [1, 3])
+@pytest.mark.parametrize("drafts", [1, pytest.param(3, marks=pytest.mark.soak)])
 def test_the_same_test_rejects_a_sampler_with(
     mistake: Callable[[pytest.MonkeyPatch], None], drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -300,8 +300,8 @@ def test_no_tenant_finds_what_another_left(
 ) -> None:
     assert hits_of_tenants(tier, tmp_path / "right") == (0, 8 * PAGE)
 
-    def without_tenant(start: Start, served: bounds.Served, arrival: int) -> Request:
-        request = accepted(start, served, arrival)
+    def without_tenant(start: Start, served: bounds.Served, *more: Any) -> Request:
+        request = accepted(start, served, *more)
         identity = CacheIdentity("", start.salt, served.model, served.revision, served.schema)
         request.root = identity.digest()
         return request
