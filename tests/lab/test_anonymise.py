@@ -482,3 +482,5 @@ def test_the_commands(
         assert "cannot be written: No such file" in capsys.readouterr().err
     assert main(["convert", folder, str(target), "--to", "weka", "--block-tokens", "0"]) == 2
     assert "--block-tokens is 0; it must be at least 1" in capsys.readouterr().err
+    assert main(["convert", str(tmp_path)]) == 2
+    assert "is no recording: header.json is not in it" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from stanchion.cli.burnin import confirmed, lost_drafts, parted, suspects, told
+from stanchion.cli.main import main
 from stanchion.core.errors import ConfigError
 from stanchion.gateway.monitor.witness import Confirmed
 from stanchion.lab.burnin import FILLER, Storm, requests
@@ -211,6 +212,14 @@ def test_a_server_that_refuses_everything_cannot_be_burnt_in() -> None:
     server.script = refuse
     with pytest.raises(ConfigError, match="busy"):
         burn(server)
+
+
+def test_no_requests_are_not_all_requests(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--url", "http://127.0.0.1:1", "--requests", "0"]) == 2
+    assert "requests is 0; it must be at least 1" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["verify", "--context", "long"])
+    assert "'long' is no number of tokens; such as 70000 or 70k" in capsys.readouterr().err
 
 
 def test_nothing_is_left_over() -> None:

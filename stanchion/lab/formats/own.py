@@ -22,6 +22,8 @@ def read(folder: Path) -> Trace:
     path = folder / HEADER
     try:
         raw = path.read_bytes()
+    except FileNotFoundError:
+        raise TraceError(folder, None, f"is no recording: {HEADER} is not in it") from None
     except OSError as error:
         raise TraceError(path, None, f"cannot be read: {error}") from None
     header = decoded(path, None, raw, Header)
