@@ -16,15 +16,15 @@ import json
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stanchion.cli.arms import serving
+
 LAYERS = 6  # of the embedded model, its draft layer included
-READY_S, BURN_S = 120.0, 3600.0
+BURN_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -63,31 +63,12 @@ ARMS = (
 )
 
 
-@contextmanager
-def server(arm: Arm, armed: bool) -> Iterator[str]:
+def flags(arm: Arm, armed: bool) -> list[str]:
+    """Of `stanchion serve`."""
     sets = [*arm.sets, "gateway.integrity=off"]
     if armed:
         sets += [f"lab.failpoints={arm.failpoint}", *arm.also]
-    command = [sys.executable, "-m", "stanchion.cli.main", "serve", arm.model, "--port", "0"]
-    command += [part for one in sets for part in ("--set", one)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as run:
-        assert run.stdout is not None
-        try:
-            yield _url(run.stdout)
-        finally:
-            run.terminate()
-            run.wait(READY_S)
-
-
-def _url(lines: Any) -> str:
-    for line in lines:
-        for word in line.split():
-            if word.startswith("http://"):
-                threading.Thread(target=lines.read, daemon=True).start()
-                return str(word)
-    raise SystemExit("the server ended before it was ready")
+    return [arm.model, *(part for one in sets for part in ("--set", one))]
 
 
 def burn(url: str, requests: int, concurrency: int) -> dict[str, Any]:
@@ -125,6 +106,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, default=1000, help="of each storm")
     parser.add_argument("--arm", action="append", help="these failpoints alone")
     parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--log", type=Path, default=Path("servers.log"), help="what servers say")
     asked = parser.parse_args(argv)
     print("| failpoint | | confirmed, per 10,000 | other text than alone | acceptance | exit |")
     print("|---|---|---|---|---|---|", flush=True)
@@ -133,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if asked.arm and arm.failpoint not in asked.arm:
             continue
         for armed in (True, False):
-            with server(arm, armed) as url:
+            with serving(flags(arm, armed), asked.log) as url:
                 found = burn(url, asked.requests, arm.concurrency)
             found.pop("worst")
             rows.append({"failpoint": arm.failpoint, "armed": armed, "found": found})
