@@ -143,7 +143,8 @@ class Bench:
     @property
     def _pace_words(self) -> str:
         blocks, paced = self._sizes.paced_blocks, self._sizes.paced
-        return f"{self._pace:.1f} streams/s, half of what it carries; {blocks} blocks of {paced}"
+        words = "at most half of what it carries, and 32 at once"
+        return f"{self._pace:.1f} streams/s ({words}); {blocks} blocks of {paced}"
 
     # ---- runs -------------------------------------------------------------------------------
 
