@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
+from stanchion.core.errors import ConfigError
 from stanchion.gateway.monitor.witness import Confirmed, Unwitnessed
 from stanchion.lab import corpus
 from stanchion.lab.burnin import Judged, Storm, worst
@@ -26,14 +27,19 @@ TEXT_CHARACTERS = 90
 
 
 def burn_in(url: str, api_key: str, storm: Storm, quiet: int, json_file: str | None) -> int:
-    """Exit code: 0 nothing found, 1 something. Raise ConfigError where it could not be run."""
+    """Exit code: 0 nothing found, 1 something. Raise ConfigError where it could not be run, or says
+    nothing: what was not answered or not looked at is never taken for clean."""
     console = Console()
     with Progress(console=console) as progress:
         found = asyncio.run(_run(url, api_key, storm, quiet, progress))
     _tell(found, console)
     if json_file is not None:
         Path(json_file).write_text(json.dumps(told(found), indent=1) + "\n")
-    return int(bool(suspects(found)) or lost_drafts(found) is not None)
+    if suspects(found) or lost_drafts(found) is not None:
+        return 1
+    if (why := says_nothing(found)) is not None:
+        raise ConfigError(why)
+    return 0
 
 
 async def _run(url: str, api_key: str, storm: Storm, quiet: int, progress: Progress) -> Found:
@@ -53,6 +59,19 @@ async def _run(url: str, api_key: str, storm: Storm, quiet: int, progress: Progr
 
 def suspects(found: Found) -> list[Judged]:
     return [one for one in found.every if one.suspect]
+
+
+def says_nothing(found: Found) -> str | None:
+    """Why finding nothing means nothing, if it does: most requests failed, or most answers of a
+    server that gives scores could not be witnessed."""
+    failed = sum(found.failed.values())
+    if found.completed <= failed:
+        common = max(found.failed, key=lambda why: found.failed[why], default="nobody stayed")
+        return f"{found.completed} requests were answered and {failed} failed: {common}"
+    witnessed = confirmed(found).trials
+    if found.means.scores and 2 * witnessed < found.completed:
+        return f"only {witnessed} of {found.completed} answers could be witnessed"
+    return None
 
 
 def confirmed(found: Found) -> Rate:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from stanchion.cli.burnin import confirmed, lost_drafts, parted, suspects, told
+from stanchion.cli.burnin import confirmed, lost_drafts, parted, says_nothing, suspects, told
 from stanchion.cli.main import main
 from stanchion.core.errors import ConfigError
 from stanchion.gateway.monitor.witness import Confirmed
@@ -230,3 +230,25 @@ def test_nothing_is_left_over() -> None:
         return asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[arg-type]
 
     assert not run(whole()) and server.open == 0
+
+
+def test_finding_nothing_means_nothing_where_most_requests_failed() -> None:
+    """A server that answers when it is alone, and refuses whoever comes in a crowd."""
+    server = Server()
+
+    def crowded(path: str, body: dict[str, Any]) -> Pieces:
+        if server.open <= 2:
+            return server._answer(path, body)
+        server.status = 503
+        return [(0.5, b'{"error": {"message": "busy"}}')]
+
+    server.script = crowded
+    found = burn(server)
+    said = says_nothing(found)
+    assert said is not None and "busy" in said and not suspects(found)
+    assert says_nothing(burn(Server())) is None
+
+
+def test_finding_nothing_means_nothing_where_nobody_could_look() -> None:
+    found = burn(Server())
+    assert says_nothing(changed(found, every=found.every[: len(found.every) // 3])) is not None
