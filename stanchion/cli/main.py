@@ -292,7 +292,7 @@ def _worker(command: argparse.ArgumentParser) -> None:
 
 
 def _run_worker(arguments: argparse.Namespace) -> int:
-    from stanchion.cli.plan import WorkerPlan
+    from stanchion.cli.plan import WorkerPlan, armed
 
     key, config = _peer_key(arguments), _config(arguments, WORKER_FLAGS)
     check(config)
@@ -307,13 +307,14 @@ def _run_worker(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--name must have 1 to {NAME_CHARACTERS_MAX} characters")
     if config.kv.disk_cache and arguments.name is None:
         raise ConfigError("--disk-cache wants --name: its next life finds its folder by it")
+    name = arguments.name or f"{arguments.role}-{os.uname().nodename[:64]}-{os.getpid()}"
     plan = WorkerPlan(
-        name=arguments.name or f"{arguments.role}-{os.uname().nodename[:64]}-{os.getpid()}",
+        name=name,
         role=arguments.role,
         join=arguments.join,
         listen=arguments.listen,
         parent=0,
-        config=config,
+        config=armed(config, name),
     )
     from stanchion.cli.worker import run  # needs torch, which the gateway does without
 

@@ -3,7 +3,7 @@ starts workers has none."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 from msgspec import Struct
@@ -24,6 +24,13 @@ class WorkerPlan(Struct, frozen=True, kw_only=True):
     listen: str
     parent: int
     config: Config
+
+
+def armed(config: Config, worker: str) -> Config:
+    """With those failpoints that are meant for this worker: NAME, or NAME@WORKER."""
+    named = (one.partition("@") for one in config.lab.failpoints.split(","))
+    kept = ",".join(name for name, _, whose in named if whose in ("", worker))
+    return replace(config, lab=replace(config.lab, failpoints=kept))
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def serve(config: Config, api_keys: Keys, peer_key: str = "", admin_keys: Keys =
     settings = replace(gateway_settings(config, api_keys, peer_key), admin_keys=admin_keys)
     settings.check()
     vocabulary = read_vocabulary(config)
-    _warn_of_failpoints(config)
+    _check_failpoints(config)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="stanchion-") as folder:
         if len(folder) > SOCKET_FOLDER_MAX:
@@ -128,7 +128,12 @@ def worker_environment(config: Config, peer_key: str) -> dict[str, str]:
     return {**os.environ, **added}
 
 
-def _warn_of_failpoints(config: Config) -> None:
+def _check_failpoints(config: Config) -> None:
+    ours = wanted(config.cluster)
+    for one in config.lab.failpoints.split(","):
+        worker = one.partition("@")[2]
+        if worker and ours and worker not in ours:
+            raise ConfigError(f"lab.failpoints: no worker {worker}; there are: {', '.join(ours)}")
     if config.lab.failpoints:
         print(f"WARNING: failpoints are armed: {config.lab.failpoints}", file=sys.stderr)
         print("WARNING: answers may be wrong; this is for the lab only", file=sys.stderr)

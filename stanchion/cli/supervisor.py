@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from stanchion.cli.plan import WorkerPlan, encode
+from stanchion.cli.plan import WorkerPlan, armed, encode
 from stanchion.core.config import Cluster, Config
 from stanchion.core.messages import Role, Suspected
 from stanchion.gateway.supervise import Watched
@@ -148,7 +148,7 @@ class Supervisor:
             join=self.fleet.join,
             listen=self.listen,
             parent=os.getpid(),
-            config=self.config,
+            config=armed(self.config, name),
         )
         return Process(role, self.command(plan), self.environment)
 

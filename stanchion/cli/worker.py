@@ -209,6 +209,7 @@ def build(
         engine_settings.context_max, arena_for(plan.role, kept, pages), config.kv.poison,
         tiers, ranks, None if followers is None else Others(followers),
         grammars(config, eos_ids, model.vocabulary) if plan.role != "prefill" else None,
+        config.lab.foreign_share,
     )  # fmt: skip
     hello = Hello(
         name=plan.name,

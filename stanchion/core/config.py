@@ -153,7 +153,10 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Lab:
-    failpoints: Annotated[str, "historic faults to bring back, comma separated; never in use"] = ""
+    failpoints: Annotated[
+        str, "historic faults to bring back, comma separated, NAME@WORKER in one; never in use"
+    ] = ""
+    foreign_share: Annotated[float, "of the requests, that the failpoint foreign_write harms"] = 1.0
     slow_transfer_ms: Annotated[float, "hold every KV write back so long; harmless"] = 0.0
     slow_broadcast_ms: Annotated[float, "hold every broadcast of KV back so long; harmless"] = 0.0
     rows_to_queries: Annotated[
@@ -250,6 +253,7 @@ def check(config: Config) -> None:
         raise ConfigError("kv.disk_cache wants kv.host_cache_gib too: the disk is behind the host")
     disk_cache(kv.disk_cache)
     _check_parallel(config)
+    _within("lab.foreign_share", config.lab.foreign_share, 0.0, 1.0)
     slow_load(config.lab.slow_load)
     removed_door(config.lab.removed_door)
     _one_of("cluster.transport", cluster.transport, ("shm", "nixl"))

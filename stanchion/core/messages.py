@@ -158,8 +158,11 @@ class Counted(Struct, frozen=True):
 
 
 class Ended(Struct, frozen=True, kw_only=True, tag="ended"):
+    """`generated`: tokens that were said of it, as its worker counts them; None: it does not."""
+
     request: str
     outcome: Outcome
+    generated: int | None = None
     cached_tokens: int = 0
     spec: Spec | None = None
     draft_record: list[tuple[list[int], int]] | None = None  # per verify step: drafts, accepted

@@ -10,6 +10,7 @@ from stanchion.core.matching import Grammars
 from stanchion.device.stream import Stream
 from stanchion.engine.bounds import FAILPOINTS, Served
 from stanchion.engine.loop import Engine
+from stanchion.engine.meddler import Meddler
 from stanchion.engine.others import Others
 from stanchion.engine.ranks import Ranked, Ranks
 from stanchion.engine.runner import Runner
@@ -62,10 +63,11 @@ def assemble(
     ranks: Ranks | None = None,
     others: Others | None = None,
     grammars: Grammars | None = None,
+    foreign_share: float = 1.0,
 ) -> Parts:
     """`pages` counts the null page; `context_max` 0 means the model's own. With `ranks` this is
     rank 0 of several, and `others` are those. Without `grammars` requests that have one are
-    refused.
+    refused. `foreign_share`: of the requests that the failpoint foreign_write strikes.
 
     Raise ConfigError for a failpoint that does not exist.
     """
@@ -95,6 +97,10 @@ def assemble(
     tree = PrefixTree(pool, schema.page_tokens)
     engine = Engine(served, limits, pool, tree, ready, runner.launch, failpoints, record_drafts)
     engine.grammars = grammars
+    if "foreign_write" in failpoints:
+        if ranks is not None:
+            raise ConfigError("the failpoint foreign_write wants a worker of one rank")
+        engine.launch = Meddler(runner.launch, store, stream, foreign_share).launch
     if tiers is not None:
         engine.tiered = build_tiers(tiers, store, pool, tree, ready, others)
     return Parts(engine, runner, store, stream, others)

@@ -17,6 +17,7 @@ from stanchion.engine.request import Request
 from stanchion.engine.scheduler import Limits
 
 FAILPOINTS = {
+    "foreign_write": "another request's KV is written over that of some requests (engine/meddler)",
     "flight_without_pin": "a flight relies on its requests' pins: they may end while it is out",
     "hit_without_pin": "a prefix hit takes no pin: eviction may give its pages away",
     "publish_before_complete": "a prompt's pages are shared before they are computed",

@@ -425,6 +425,7 @@ class Engine:
         return Ended(
             request=request.name,
             outcome=outcome,
+            generated=request.generated,
             cached_tokens=request.cached,
             spec=request.spec,
             draft_record=request.record if self.record_drafts else None,

@@ -203,7 +203,9 @@ class Ledger:
         self.progress: Progress | None = None
         self.drained = False
         self.computed: Counter[str] = Counter()
+        self._heard: Counter[str] = Counter()  # tokens of each request in the table
         self.unknown = 0  # messages for requests that are not in the table
+        self.miscounted = 0  # attempts of which the worker says another number than came
         self.lost = 0  # times the worker was lost
         self._came = 0
         self.heard_at = 0.0  # Hello or Progress
@@ -257,7 +259,9 @@ class Ledger:
             case Ended():
                 self._held_at = now
                 self._told.pop(message.request, None)
+                heard = self._heard.pop(message.request, 0)
                 if ticket := self._tickets.pop(message.request, None):
+                    self.miscounted += message.generated not in (None, heard)
                     self._freed(message.request, message.outcome)
                     ticket.put(message)
                 else:
@@ -268,6 +272,8 @@ class Ledger:
                 if isinstance(message, Tokens):
                     self.computed[known.tenant if known else ""] += len(message.tokens)
                 if known is not None:
+                    if isinstance(message, Tokens):
+                        self._heard[message.request] += len(message.tokens)
                     known.begun(message.request)
                     known.put(message)
                 else:
@@ -290,6 +296,7 @@ class Ledger:
     def lose(self, why: str) -> list[str]:
         """The worker is gone: everything in flight ends, and is returned by name."""
         tickets, self._tickets, self._told = self._tickets, {}, {}
+        self._heard.clear()
         self.hello, self.progress_at = None, -inf
         self.lost += 1
         lost = PeerLost(why)

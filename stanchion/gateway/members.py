@@ -70,6 +70,7 @@ class View:
     role: Role
     lost: int
     unknown: int
+    miscounted: int
     computed: Counter[str]  # tokens that it said, by tenant
     member: Member | None
 
@@ -81,6 +82,7 @@ class _Past:
     role: Role
     lost: int = 0
     unknown: int = 0
+    miscounted: int = 0
     computed: Counter[str] = field(default_factory=Counter)
 
 
@@ -124,12 +126,13 @@ class Members:
     def views(self) -> Iterator[View]:
         for name, past in self._past.items():
             lost, unknown, member = past.lost, past.unknown, self._members.get(name)
-            computed = past.computed
+            miscounted, computed = past.miscounted, past.computed
             if member is not None:
                 ledger = member.link.ledger
                 lost, unknown = lost + ledger.lost, unknown + ledger.unknown
+                miscounted += ledger.miscounted
                 computed = computed + ledger.computed
-            yield View(name, past.role, lost, unknown, computed, member)
+            yield View(name, past.role, lost, unknown, miscounted, computed, member)
 
     def admit(self, join: Join) -> Welcome | Refused:
         now = asyncio.get_running_loop().time()
@@ -196,4 +199,5 @@ class Members:
         member.link.close()
         past, ledger = self._past[member.hello.name], member.link.ledger
         past.lost, past.unknown = past.lost + ledger.lost, past.unknown + ledger.unknown
+        past.miscounted += ledger.miscounted
         past.computed += ledger.computed

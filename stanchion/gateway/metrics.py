@@ -109,8 +109,8 @@ def tag(outcome: Outcome) -> str:
 Value = tuple[str, str, float]  # name, help, value
 _COUNTERS = frozenset(
     {
-        "unknown_messages", "worker_lost", "attempt_tokens", "breaker_opened",
-        "quarantines", "kv_pages_dropped",
+        "unknown_messages", "miscounted_attempts", "worker_lost", "attempt_tokens",
+        "breaker_opened", "quarantines", "kv_pages_dropped",
         "engine_steps", "prefill_tokens",
         "engine_busy_seconds", "num_preemptions", "corrupted_requests", "spec_decode_num_drafts",
         "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "kv_bytes_sent",
@@ -260,6 +260,7 @@ def _values(view: View, fleet: Fleet) -> Iterator[Value]:
     yield "worker_up", "1 if it has joined and was not lost", float(up)
     yield "requests_in_flight", "Sequences accepted and not ended", permits
     yield "unknown_messages", "Messages for no known request", view.unknown
+    yield "miscounted_attempts", "Attempts whose worker counts other tokens", view.miscounted
     yield "worker_lost", "Times the worker was lost", view.lost
     yield "attempt_tokens", "Tokens that it said, of all attempts", view.computed.total()
     leaving = 0 if ledger is None else ledger.leaving

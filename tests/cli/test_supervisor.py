@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from stanchion.cli.plan import WorkerPlan
+from stanchion.cli.plan import WorkerPlan, armed
 from stanchion.cli.supervisor import Supervisor, wanted
-from stanchion.core.config import Cluster, Config
+from stanchion.core.config import Cluster, Config, load
 from stanchion.core.messages import Hello, Suspected
 
 WAIT_S = 20.0
@@ -82,6 +82,12 @@ def alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def test_a_failpoint_can_be_for_one_worker() -> None:
+    config = load(Config(), "", ["lab.failpoints=door_removed@decode-1,foreign_write"])
+    assert armed(config, "decode-1").lab.failpoints == "door_removed,foreign_write"
+    assert armed(config, "decode-0").lab.failpoints == "foreign_write"
 
 
 def test_who_is_wanted():

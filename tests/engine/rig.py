@@ -45,6 +45,7 @@ class Heard:
             case PromptScores():
                 self.prompt_logprobs += message.logprobs
             case Ended():
+                assert message.generated in (None, len(self.tokens)), "its own count differs"
                 self.ends.append(message)
 
     @property

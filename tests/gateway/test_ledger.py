@@ -85,6 +85,17 @@ def test_messages_for_nobody_change_nothing_and_are_counted():
     assert (book.unknown, len(book)) == (2, 0)
 
 
+def test_a_worker_that_counts_other_tokens_than_came_is_noticed():
+    book = ledger()
+    for said, wrong in ((5, 0), (4, 1), (None, 1), (6, 2)):
+        opened(book, 0.0)
+        book.hear(tokens(2), 1.0)
+        book.leave_all("client")  # who leaves is counted as anybody else
+        book.hear(tokens(3), 1.0)
+        book.hear(Ended(request="r", outcome=LENGTH, generated=said), 1.0)
+        assert book.miscounted == wrong, said
+
+
 def test_the_same_id_twice_is_a_bug():
     book = ledger()
     opened(book, 0.0)

@@ -5,9 +5,9 @@ The embedded model on the real engine. Healthy: answers to stretches of source t
 0.7 and 0.8, one in ten greedy (which loops by itself, so it is a trial for the monitor). Sick: the
 same requests on an engine whose failpoint brings a historic fault back, where the answer is not the
 one that a right engine gives to the same request; on a CPU that one does not depend on the batch,
-so every difference is damage. `foreign_write` is done by hand: within its first 64 tokens, half of
-the prompt's pages of every second answer get the rows of another request, as a late write of a
-request that was aborted leaves them (the report's fault 1). One kind is no sickness:
+so every difference is damage. `foreign_write` is no race but what one leaves behind: within its
+first 64 tokens, half of the prompt's pages of every second answer get the rows of another request,
+as from a late write of a request that was aborted (the report's fault 1). One kind is no sickness:
 `restore_without_draft` leaves the draft layer's state out, so its text is right and only its
 acceptance suffers.
 
@@ -22,25 +22,21 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
 import msgspec
 import numpy as np
-import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
 from stanchion.core.errors import ConfigError
 from stanchion.core.messages import Ended, PromptScores, Spec, Start, Tokens
 from stanchion.core.request import Sampling
-from stanchion.device.stream import Pages
-from stanchion.engine.assemble import Parts, assemble
+from stanchion.engine.assemble import assemble
 from stanchion.engine.loop import Engine
 from stanchion.engine.scheduler import Limits
 from stanchion.engine.tierplan import TierPlan
-from stanchion.kv.schema import DOORS
 from stanchion.model.text import Model
 
 PAGE_TOKENS, PREFIX_TOKENS, TAIL_TOKENS, OUTPUT = 16, 512, 24, 256
@@ -62,8 +58,7 @@ DOOR_OF: dict[str, str] = {  # the failpoint: the door whose loads are held back
 }
 FAULTS = tuple(DOOR_OF)
 TEXT_IS_RIGHT = "restore_without_draft"
-FOREIGN = "foreign_write"  # no failpoint: what fault 1 leaves behind, done by hand
-FOREIGN_PAGES = 16
+FOREIGN = "foreign_write"  # no race: what fault 1 leaves behind
 
 
 class Told(Struct, frozen=True, array_like=True):
@@ -164,14 +159,8 @@ def make_healthy(
         made(len(wanted))
 
 
-def serve(
-    engine: Engine,
-    wanted: Iterator[Start],
-    together: int,
-    meddle: Callable[[], None] = lambda: None,
-) -> Iterator[Said]:
-    """Answers as they end; names are made new, so that a request may come again. `meddle` is called
-    between the steps."""
+def serve(engine: Engine, wanted: Iterator[Start], together: int) -> Iterator[Said]:
+    """Answers as they end; names are made new, so that a request may come again."""
     open_: dict[str, Said] = {}
     number = 0
     more = True
@@ -183,7 +172,6 @@ def serve(
             open_[name] = Said(one)
             heard.append(replace(one, request=name))
         more = more and bool(heard or len(open_) >= together)
-        meddle()
         for said in engine.step(heard):
             if isinstance(said, Tokens):
                 told = Told(said.tokens, said.logprobs, said.spec)
@@ -249,9 +237,9 @@ def _faulty(model: Model, fault: str, wanted: Iterator[Start]) -> Iterator[Said]
     doors = {(one.layer, one.door) for one in model.schema.buffers if one.door == door}
     limits = Limits(running_max=ARM_TOGETHER)
     if fault == FOREIGN:
-        parts = assemble(model, limits, 4096)
+        parts = assemble(model, limits, 4096, failpoints=frozenset({fault}), foreign_share=0.5)
         apart = (replace(one, salt=f"{number}") for number, one in enumerate(wanted))
-        yield from serve(parts.engine, apart, ARM_TOGETHER, _Meddler(parts))
+        yield from serve(parts.engine, apart, ARM_TOGETHER)
         return
     delays = dict.fromkeys(doors, DELAY_S)
     plan = TierPlan(HOST_PAGES, failpoints=frozenset({fault}), delays_s=delays)
@@ -261,37 +249,3 @@ def _faulty(model: Model, fault: str, wanted: Iterator[Start]) -> Iterator[Said]
         yield from serve(engine, wanted, ARM_TOGETHER)
     finally:
         engine.tiered.tiers.close()
-
-
-@dataclass
-class _Meddler:
-    """Writes over pages that are in use, behind the doors but without their right."""
-
-    parts: Parts
-    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(31))
-    due: dict[str, int] = field(default_factory=dict)  # at so many tokens; past the end: never
-
-    def __call__(self) -> None:
-        running = [one for one in self.parts.engine.running.values() if one.phase == "decode"]
-        for one in running:
-            if one.name not in self.due:
-                spared = bool(self.rng.integers(2))
-                self.due[one.name] = OUTPUT if spared else 1 + int(self.rng.integers(64))
-            others = [other for other in running if other is not one]
-            if others and OUTPUT > one.generated >= self.due[one.name]:
-                self.due[one.name] = OUTPUT
-                self._write(others[0].pages[:FOREIGN_PAGES], one.pages[:FOREIGN_PAGES])
-
-    def _write(self, source: Pages, target: Pages) -> None:
-        store, stream = self.parts.store, self.parts.stream
-        rows_from, rows_to = (
-            torch.from_numpy(
-                (pages[:, None].astype(np.int64) * PAGE_TOKENS + np.arange(PAGE_TOKENS)).ravel()
-            )
-            for pages in (source, target)
-        )
-        for layer in range(store.schema.layers):
-            for door in DOORS:
-                with stream.writing(store.behind(layer, door), target) as view:
-                    for tensor in view.rows.values():
-                        tensor[rows_to] = tensor[rows_from].clone()
