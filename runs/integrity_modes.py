@@ -1,11 +1,17 @@
 """Each integrity mode before workers that are sick. `python runs/integrity_modes.py [--json F]`
 
-`stanchion serve` with two workers and the embedded model, a device too small for the traffic's
-prefixes and a host that has them. The failpoint makes the index doors forget to wait for a load
-(the report's fault 2), and each layer's index rows are held back by a declared delay. Requests are
-streamed, greedy, some at once; an answer is right if its text is the one that the same server
-gives without the failpoint. Both workers are armed: what is made again comes from cold KV, and
-loads nothing.
+`stanchion serve` with the embedded model, in one of two ways:
+
+* `--way pair` (default): two prefill and two decode workers. On one decode worker, `decode-1`, the
+  failpoint foreign_write puts another request's KV over that of a share of the requests, 2 in 100.
+  Pages stay as damaged as they are until they are evicted or dropped, for whoever shares them.
+* `--way load`: two workers that do both, a device too small for the traffic's prefixes and a host
+  that has them. The failpoint makes the index doors forget to wait for a load (the report's fault
+  2), and each layer's index rows are held back by a declared delay. Both workers are armed: what is
+  made again comes from cold KV, and loads nothing.
+
+Requests are streamed, greedy, some at once; an answer is right if its text is the one that the same
+server gives without the failpoint.
 
 For each mode: how many clients had a whole right text, a whole wrong text, or a typed error, how
 many of those errors came behind a right prefix, what was witnessed and made again, and the time to
@@ -17,44 +23,31 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-import httpx
 import numpy as np
 from fault1 import interval
-from prometheus_client.parser import text_string_to_metric_families
+from streams import Reply, counted, replies, server
 
 from stanchion.cli.settings import model_folder
+from stanchion.core.recording import Recorded
 from stanchion.lab.corpus import corpus
+from stanchion.lab.formats.own import read
 
 PREFIXES, TAILS, PREFIX_TOKENS = 12, 5, 512
-FAULT = "index_read_before_ready"
 LAYERS = 6  # of the embedded model, its draft layer included
-SIZES = ["kv.memory_gib=0.0025", "kv.host_cache_gib=0.1", "engine.running_max=4"]
+SICK = "decode-1"
+PAIR = ["--prefill", "2", "--decode", "2"]
+LOAD = ["--both", "2"]
+SMALL = ["kv.memory_gib=0.0025", "kv.host_cache_gib=0.1", "engine.running_max=4"]
 COUNTED = (
     "witness_verdicts", "quality_retries", "output_anomalies", "witness_tokens", "routed",
     "quarantines", "kv_pages_dropped", "pages_quarantined", "workers_taken_out",
 )  # fmt: skip
-READY_S = 120.0
-
-
-@dataclass
-class Reply:
-    prompt: int
-    text: str = ""
-    done: bool = False
-    code: str = ""
-    first_s: float | None = None
-    all_s: float = 0.0
 
 
 @dataclass
@@ -68,6 +61,9 @@ class Told:
     errors_behind_right_text: int = 0
     first_s: list[float] = field(default_factory=list)
     all_s: list[float] = field(default_factory=list)
+    attempts: int = 0
+    retries: int = 0  # a worker got a request that another had, or the same
+    retries_to_the_same: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -85,6 +81,12 @@ class Told:
         if reply.first_s is not None:
             self.first_s.append(reply.first_s)
 
+    def add_attempts(self, recorded: Recorded) -> None:
+        workers = [one.worker for one in recorded.attempts]
+        self.attempts += len(workers)
+        self.retries += len(workers[1:])
+        self.retries_to_the_same += sum(before == after for before, after in pairwise(workers))
+
     def row(self) -> str:
         low, high = interval(self.wrong, max(self.replies, 1))
         cells = [
@@ -92,6 +94,7 @@ class Told:
             f"{self.right}",
             f"{self.wrong} of {self.replies} ({100 * low:.1f} to {100 * high:.1f} %)",
             f"{self.errors} ({self.errors_behind_right_text})",
+            f"{self.retries} ({self.retries_to_the_same})",
             f"{1000 * statistics.median(self.first_s or [0.0]):.0f}",
             f"{1000 * statistics.median(self.all_s or [0.0]):.0f}",
             ", ".join(f"{name} {value:g}" for name, value in self.metrics.items() if value),
@@ -110,81 +113,16 @@ def prompts(text: Sequence[int]) -> list[list[int]]:
     return made
 
 
-@contextmanager
-def server(mode: str, failpoint: str, delay_ms: float) -> Iterator[str]:
-    slow = ",".join(f"{layer}/index:{delay_ms}" for layer in range(LAYERS))
-    sets = [*SIZES, f"lab.failpoints={failpoint}", f"lab.slow_load={slow}"]
-    command = [sys.executable, "-m", "stanchion.cli.main", "serve", "tiny", "--port", "0"]
-    command += ["--both", "2", "--integrity", mode]
-    command += [part for one in sets for part in ("--set", one)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as run:
-        assert run.stdout is not None and run.stderr is not None
-        drain = threading.Thread(target=run.stderr.read, daemon=True)
-        drain.start()
-        try:
-            yield _url(run.stdout)
-        finally:
-            run.terminate()
-            run.wait(READY_S)
-
-
-def _url(lines: Any) -> str:
-    for line in lines:
-        for word in line.split():
-            if word.startswith("http://"):
-                return str(word)
-    raise SystemExit("the server ended before it was ready")
-
-
-def ask(client: httpx.Client, number: int, prompt: list[int], tokens: int) -> Reply:
-    body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0.0, "stream": True}
-    reply, began = Reply(number), time.monotonic()
-    try:
-        with client.stream("POST", "/v1/completions", json=body | {"ignore_eos": True}) as answer:
-            for line in answer.iter_lines():
-                _take(reply, line, began)
-    except httpx.RemoteProtocolError:
-        pass  # how a stream ends that has no success
-    reply.all_s = time.monotonic() - began
-    return reply
-
-
-def _take(reply: Reply, line: str, began: float) -> None:
-    said = line.removeprefix("data: ")
-    if said == "[DONE]":
-        reply.done = True
-    elif said.startswith("{"):
-        event = json.loads(said)
-        if "error" in event:
-            reply.code = event["error"]["code"]
-        for choice in event.get("choices", ()):
-            reply.text += choice["text"]
-            if choice["text"] and reply.first_s is None:
-                reply.first_s = time.monotonic() - began
-
-
-def replies(
-    url: str, every: Sequence[list[int]], order: Sequence[int], together: int, tokens: int
-) -> list[Reply]:
-    with (
-        httpx.Client(base_url=url, timeout=600.0, trust_env=False) as client,
-        ThreadPoolExecutor(together) as threads,
-    ):
-        return list(threads.map(lambda at: ask(client, at, every[at], tokens), order))
-
-
-def counted(url: str) -> dict[str, float]:
-    text = httpx.get(f"{url}/metrics", trust_env=False).text
-    found: dict[str, float] = {}
-    for family in text_string_to_metric_families(text):
-        name = family.name.removeprefix("stanchion:")
-        if name in COUNTED:
-            for sample in family.samples:
-                key = " ".join((name, *sample.labels.values()))
-                found[key] = sample.value
-    return found
+def settings(asked: argparse.Namespace, sick: bool) -> list[str]:
+    if asked.way == "pair":
+        fault, sets = f"foreign_write@{SICK}", [f"lab.foreign_share={asked.share}"]
+        words = PAIR
+    else:
+        slow = ",".join(f"{layer}/index:{asked.delay_ms}" for layer in range(LAYERS))
+        fault, sets = "index_read_before_ready", [*SMALL, f"lab.slow_load={slow}"]
+        words = LOAD
+    sets += [f"lab.failpoints={fault}"] if sick else []
+    return words + [part for one in sets for part in ("--set", one)]
 
 
 def main() -> None:
@@ -192,24 +130,36 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000, help="streams, in each mode")
     parser.add_argument("--tokens", type=int, default=96, help="of each answer")
     parser.add_argument("--together", type=int, default=8, help="streams at once")
-    parser.add_argument("--delay-ms", type=float, default=0.3, help="of each layer's index rows")
+    parser.add_argument("--way", choices=("pair", "load"), default="pair")
+    parser.add_argument("--share", type=float, default=0.02, help="of the requests, harmed (pair)")
+    parser.add_argument(
+        "--delay-ms", type=float, default=0.3, help="of each layer's index rows (load)"
+    )
     parser.add_argument("--mode", action="append", help="these alone")
     parser.add_argument("--json", metavar="FILE")
     asked = parser.parse_args()
     every = prompts(corpus(model_folder("tiny")))
-    with server("off", "", asked.delay_ms) as url:
-        right = replies(url, every, range(len(every)), asked.together, asked.tokens)
+    with server("--integrity", "off", *settings(asked, sick=False)) as right_one:
+        right = replies(right_one.url, every, range(len(every)), asked.together, asked.tokens)
     assert all(one.done for one in right)
     order = np.random.default_rng(9).integers(len(every), size=asked.requests).tolist()
-    print("| mode | right | wrong | errors (behind right text) | first text, ms | all, ms | |")
-    print("|---|---|---|---|---|---|---|", flush=True)
+    print(
+        "| mode | right | wrong | errors (behind right text) | retries (to the same worker) |"
+        " first text, ms | all, ms | |\n|---|---|---|---|---|---|---|---|",
+        flush=True,
+    )
     told = []
     for mode in asked.mode or ("off", "report", "balanced", "guarded", "strict"):
-        with server(mode, FAULT, asked.delay_ms) as url:
-            one = Told(mode)
-            for reply in replies(url, every, order, asked.together, asked.tokens):
-                one.add(reply, right[reply.prompt].text)
-            one.metrics = counted(url)
+        one = Told(mode)
+        with tempfile.TemporaryDirectory() as folder:
+            recording = Path(folder) / "recording"
+            words = ["--integrity", mode, "--record", str(recording)]
+            with server(*words, *settings(asked, sick=True)) as sick:
+                for reply in replies(sick.url, every, order, asked.together, asked.tokens):
+                    one.add(reply, right[reply.prompt].text)
+                one.metrics = counted(sick.url, COUNTED)
+            for recorded in read(recording):
+                one.add_attempts(recorded)
         told.append(one)
         print(one.row(), flush=True)
     if asked.json:
