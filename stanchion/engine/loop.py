@@ -326,8 +326,7 @@ class Engine:
         page_tokens = self.ready.page_tokens
         if self.pool.available + self.tree.evictable < request.lacks:
             return "blocked"  # nothing has changed since it did not fit: spare it the look-up
-        known = request.tokens[: request.length]
-        request.keys = self.tree.keys(request.root, known, request.keys)
+        request.keys = self.tree.keys(request.root, request.tokens[: request.length], request.keys)
         shared = self._hit(request)
         found = NOTHING if self.tiered is None else self.tiered.find(request, len(shared))
         if found is None:

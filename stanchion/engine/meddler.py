@@ -16,7 +16,6 @@ from hashlib import blake2b
 from weakref import WeakSet
 
 import numpy as np
-import torch
 
 from stanchion.device.stream import Pages, Stream
 from stanchion.engine.loop import Landing, Launch
@@ -37,16 +36,14 @@ def overwrite(store: Store, stream: Stream, source: Pages, target: Pages) -> Non
     source, target = source[:count], target[:count]
     page_tokens = store.schema.page_tokens
     rows_from, rows_to = (
-        torch.from_numpy(
-            (pages[:, None].astype(np.int64) * page_tokens + np.arange(page_tokens)).ravel()
-        )
+        (pages[:, None].astype(np.int64) * page_tokens + np.arange(page_tokens)).ravel()
         for pages in (source, target)
     )
     for layer in range(store.schema.layers):
         for door in DOORS:
             with stream.writing(store.behind(layer, door), target) as view:
                 for tensor in view.rows.values():
-                    tensor[rows_to] = tensor[rows_from].clone()
+                    tensor[rows_to] = tensor[rows_from]
 
 
 @dataclass
