@@ -1,6 +1,6 @@
 """Loops: the same tokens again and again, with any period up to 1,024. Pure.
 
-For every period p the length of the tail that repeats with it is kept: one comparison of a token
+For every period p it is kept where the tail that repeats with it began: one comparison of a token
 with the 1,024 before it, whatever the length of the answer. The shortest period with a long enough
 tail is the primitive one, since its multiples have the same tail. What is long enough:
 
@@ -43,7 +43,8 @@ class Loops:
         self._pieces = pieces
         self._kept: Ids = np.full(_BUFFER, -1, np.int32)
         self._next = PERIOD_MAX  # where the next token goes
-        self._runs: NDArray[np.int32] = np.zeros(PERIOD_MAX, np.int32)  # of period 1024 first
+        # After how many tokens the tail of each period began, period 1024 first.
+        self._since: NDArray[np.int64] = np.zeros(PERIOD_MAX, np.int64)
         self._count = 0
         self._told = 0  # tokens of the tail that was spoken of last
         self._granted = (0, 0)  # a period, and how long a tail of it is no loop
@@ -53,20 +54,19 @@ class Loops:
             self._kept[:PERIOD_MAX] = self._kept[-PERIOD_MAX:]
             self._next = PERIOD_MAX
         before = self._kept[self._next - PERIOD_MAX : self._next]
-        self._runs += 1
-        self._runs *= before == token
+        self._count += 1
+        np.copyto(self._since, self._count, where=before != token)
         self._kept[self._next] = token
         self._next += 1
-        self._count += 1
         return None if self._count % CHECK_EVERY else self._look()
 
     def _look(self) -> Suspicion | None:
-        long = np.flatnonzero(self._runs >= TOKENS_MIN)
+        long = np.flatnonzero(self._since <= self._count - TOKENS_MIN)
         if not len(long):
             self._told, self._granted = 0, (0, 0)
             return None
         place = int(long[-1])
-        period, run = PERIOD_MAX - place, int(self._runs[place])
+        period, run = PERIOD_MAX - place, self._count - int(self._since[place])
         # One that goes on is spoken of again when it is twice as long.
         if run < 2 * self._told or run < REPEATS_MIN * period:
             return None

@@ -101,9 +101,11 @@ class Scripts:
         self._last: deque[str] = deque()
         self._counts: dict[str, int] = {}
 
-    def latin(self, letters: int) -> None:
-        for _ in range(min(letters, LETTERS)):
-            self._count("latin")
+    def latin(self, text: str) -> None:
+        """Takes plain ASCII, most of what there is."""
+        if self._counts.get("latin") != LETTERS:  # else they are all that is known, and stay it
+            for _ in range(min(sum(map(str.isalpha, text)), LETTERS)):
+                self._count("latin")
 
     def push(self, character: str) -> str | None:
         """Evidence, if there is some."""
@@ -171,7 +173,7 @@ class Texts:
         """`text` comes with token number `at` of the answer."""
         if _PLAIN.fullmatch(text):
             self._characters += len(text)
-            self._scripts.latin(sum(map(str.isalpha, text)))
+            self._scripts.latin(text)
             self._tail = (self._tail + text)[-NAME_CHARACTERS:]
             return []
         return [one for character in text for one in self._look(character, at)]
