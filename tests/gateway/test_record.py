@@ -32,8 +32,9 @@ from stanchion.gateway.settings import GatewaySettings
 from .conftest import Gateway, running
 from .glm import as_tokens, glm_special
 from .test_integrity import FRESH, lies, two, whole
-from .worker import EOS, FakeWorker, answer, end, say
+from .worker import EOS, HELLO, FakeWorker, answer, end, say
 
+LONG = {"prompt": "forty and some more letters, so that there are blocks"}
 CHAT = {"messages": [{"role": "user", "content": "please say hello to everybody there"}]}
 
 
@@ -86,6 +87,19 @@ def test_a_request_from_arrival_to_end(alone: FakeWorker, tmp_path: Path) -> Non
     assert (one.outcome, one.finish, one.aborted) == ("completed", "stop", None)
     assert one.attempts == (Attempt(worker="both-0", outcome="completed", tokens=12),)
     assert one.content is None
+
+
+def test_where_a_server_does_not_say_its_pages_blocks_have_sixteen_tokens(tmp_path: Path) -> None:
+    """As foreign ones do not: a hash a token would be most of what recording costs."""
+    said = msgspec.structs.replace(HELLO, page_tokens=1)
+    with FakeWorker(f"ipc://{tmp_path}/worker", hello=said) as worker:
+        (one,) = recorded(
+            worker,
+            tmp_path / "r",
+            lambda gateway: gateway.client.post("/v1/completions", json=LONG),
+        )
+    assert header(tmp_path / "r").block_tokens == 16
+    assert (len(one.blocks), one.tail_tokens) == divmod(one.input_tokens, 16)
 
 
 @pytest.mark.parametrize("integrity", ["off", "balanced"])

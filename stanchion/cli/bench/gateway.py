@@ -16,11 +16,7 @@ Sizes are fixed here.
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stanchion.cli.bench.measure import Measure
+from stanchion.cli.bench.processes import Running, free_port, gateway, opened, running, stub
 from stanchion.cli.bench.streams import MODEL
 from stanchion.core.errors import ConfigError
 from stanchion.lab.stats import percentile
@@ -41,8 +38,6 @@ from stanchion.lab.stats import percentile
 CLIENTS = 32
 PROMPT = "{number} words of a prompt that is short, so that what is measured is the stream"
 ROUTER = "bin/sglang-router"
-READY_S = 60.0
-TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -69,18 +64,6 @@ class Block:
 
     ttft_s: list[float] = field(default_factory=list)
     chunk_s: list[float] = field(default_factory=list)
-
-
-@dataclass
-class Running:
-    """A server, and the process whose CPU time is counted."""
-
-    url: str
-    pid: int
-
-    def cpu_s(self) -> float:
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / TICKS
 
 
 class Bench:
@@ -194,14 +177,14 @@ class Bench:
             for _ in left:
                 await self._one(session, url, Block())
 
-        async with _session() as session, asyncio.TaskGroup() as group:
+        async with opened() as session, asyncio.TaskGroup() as group:
             for _ in range(CLIENTS):
                 group.create_task(client(session))
 
     async def _slow(self, url: str, pace: float) -> Block:
         """Streams at even times, each of them sent at its time."""
         block, loop = Block(), asyncio.get_running_loop()
-        async with _session() as session, asyncio.TaskGroup() as group:
+        async with opened() as session, asyncio.TaskGroup() as group:
             began = loop.time() + 0.1
             for at in range(self._sizes.paced):
                 due = began + at / pace
@@ -250,66 +233,16 @@ class Bench:
         chunks = self._sizes.chunks
         with tempfile.TemporaryDirectory(prefix="stanchion-bench-") as folder, ExitStack() as stack:
             log = Path(folder) / "sent"
-            port = _free_port()
-            stub = [sys.executable, "-m", "stanchion.cli.bench.streams", "--log", str(log)]
-            stub += ["--requests", f"{requests}", "--chunks", f"{chunks}", "--port", f"{port}"]
-            stub += ["--first-ms", f"{first_ms}", "--gap-ms", f"{gap_ms}"]
-            direct = stack.enter_context(_running(stub, port))
+            direct = stack.enter_context(stub(log, requests, chunks, first_ms, gap_ms))
             self._log: NDArray[np.float64] = np.memmap(
                 log, np.float64, "r", shape=(requests, chunks)
             )
-            ours = _free_port()
-            gateway = [sys.executable, "-m", "stanchion.cli.main", "gateway", "--port", f"{ours}"]
-            gateway += ["--upstream", f"vllm:{direct.url}", "--tokenizer", str(self._model_folder)]
-            servers = {
-                "direct": direct,
-                "gateway": stack.enter_context(_running(gateway, ours)),
-            }
+            ours = gateway(direct.url, self._model_folder)
+            servers = {"direct": direct, "gateway": stack.enter_context(ours)}
             if self._router is not None:
-                theirs = _free_port()
+                theirs = free_port()
                 command = [str(self._router.parent / "python"), "-m", "sglang_router.launch_router"]
                 command += ["--worker-urls", direct.url, "--port", f"{theirs}"]
-                command += ["--policy", "round_robin", "--prometheus-port", f"{_free_port()}"]
-                servers["router"] = stack.enter_context(_running(command, theirs))
+                command += ["--policy", "round_robin", "--prometheus-port", f"{free_port()}"]
+                servers["router"] = stack.enter_context(running(command, theirs))
             yield servers
-
-
-def _session() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=READY_S)
-    )
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
-@contextmanager
-def _running(command: list[str], port: int) -> Iterator[Running]:
-    url = f"http://127.0.0.1:{port}"
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
-        try:
-            asyncio.run(_until_models(url, process))
-            yield Running(url, process.pid)
-        finally:
-            process.terminate()
-
-
-async def _until_models(url: str, process: subprocess.Popen[bytes]) -> None:
-    """Raise ConfigError where it ended, or does not answer in time."""
-    deadline = time.monotonic() + READY_S
-    async with _session() as session:
-        while time.monotonic() < deadline:
-            if process.poll() is not None:
-                said = process.stderr.read().decode() if process.stderr is not None else ""
-                raise ConfigError(f"{process.args!r} ended: {said[-500:]}")
-            try:
-                async with session.get(f"{url}/v1/models") as reply:
-                    if reply.status == 200:
-                        return
-            except aiohttp.ClientError:
-                pass
-            await asyncio.sleep(0.1)
-    raise ConfigError(f"{url} did not answer within {READY_S:g} s")

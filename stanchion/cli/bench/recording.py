@@ -1,4 +1,5 @@
-"""`stanchion bench recording`: how fast recordings are anonymised, and whether structure is kept.
+"""`stanchion bench recording`: what recording costs (`recordcost`), how fast recordings are
+anonymised, and whether structure is kept.
 
 The recording is made up: agents' sessions that share tools and system prompt and grow by files of
 Python's library. Every prompt is counted whole, as a replay would have to send it.
@@ -14,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from stanchion.cli.bench import recordcost
 from stanchion.cli.bench.measure import Measure, interleave
 from stanchion.core.recording import Content, Header, Recorded, Times
 from stanchion.gateway.body import ChatBody
@@ -40,10 +42,11 @@ class Sizes:
     sessions: int
     turns: int
     repeats: int
+    record: recordcost.Sizes
 
 
-FULL = Sizes(sessions=12, turns=16, repeats=5)
-QUICK = Sizes(sessions=3, turns=6, repeats=1)
+FULL = Sizes(sessions=12, turns=16, repeats=5, record=recordcost.FULL)
+QUICK = Sizes(sessions=3, turns=6, repeats=1, record=recordcost.QUICK)
 
 
 class Bench:
@@ -55,6 +58,7 @@ class Bench:
             "anonymise_tokens_s_secrets": lambda: self.speed("secrets"),
             "anonymise_tokens_s_hashes": lambda: self.speed("hashes"),
             "structure_kept": self.structure,
+            "record_cost": lambda: recordcost.record_cost(folder, sizes.record),
         }
 
     def prepare(self, names: Sequence[str]) -> None:

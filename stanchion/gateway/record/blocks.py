@@ -26,7 +26,9 @@ class Chain:
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        return tuple(link[:SHOWN_BYTES].hex() for link in self.links)
+        every = b"".join(self.links).hex()
+        width, shown = 2 * CHAIN_BYTES, 2 * SHOWN_BYTES
+        return tuple(every[at : at + shown] for at in range(0, len(every), width))
 
     @property
     def shown_tail(self) -> str | None:
@@ -52,16 +54,18 @@ def link(parent: bytes, raw: bytes) -> bytes:
 
 
 def chain(first: bytes, raw: bytes, block_tokens: int) -> Chain:
-    """Of the prompt's tokens, as `raw_tokens` gives them."""
+    """Of the prompt's tokens, as `raw_tokens` gives them. One hash, read after every block: the
+    first link is `link(first, block)`, and each of the others depends on all before it."""
     size = block_tokens * TOKEN_BYTES
     whole = len(raw) // size * size
+    state = blake2b(key=first, digest_size=CHAIN_BYTES)
     links: list[bytes] = []
-    parent = first
     for at in range(0, whole, size):
-        parent = link(parent, raw[at : at + size])
-        links.append(parent)
+        state.update(raw[at : at + size])
+        links.append(state.digest())
     rest = raw[whole:]
-    return Chain(tuple(links), link(parent, rest) if rest else None, len(rest) // TOKEN_BYTES)
+    state.update(rest)
+    return Chain(tuple(links), state.digest() if rest else None, len(rest) // TOKEN_BYTES)
 
 
 def pseudonym(key: bytes, name: str) -> str:

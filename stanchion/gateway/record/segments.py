@@ -6,9 +6,10 @@ What no marker says is `other`. The lengths of all segments add up to the prompt
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stanchion.core.recording import Kind, Segment
 
@@ -29,15 +30,19 @@ ANSWER = b"<|assistant|>", b"<|im_assistant|>"
 
 @dataclass(frozen=True)
 class Marks:
-    """A vocabulary's markers: by token, the kind of segment that begins there."""
+    """A vocabulary's markers: by token, the kind of segment that begins there. `known` is True for
+    those tokens, and its last entry stands for all ids that the vocabulary does not have."""
 
     kinds: Mapping[int, Kind]
     answers: frozenset[int]
+    known: NDArray[np.bool_] = field(repr=False, compare=False)
 
     @classmethod
     def of(cls, pieces: Sequence[bytes], special: frozenset[int]) -> Marks:
         kinds = {one: MARKERS[pieces[one]] for one in special if pieces[one] in MARKERS}
-        return cls(kinds, frozenset(one for one in kinds if pieces[one] in ANSWER))
+        known = np.zeros(len(pieces) + 1, np.bool_)
+        known[list(kinds)] = True
+        return cls(kinds, frozenset(one for one in kinds if pieces[one] in ANSWER), known)
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class Marked:
     def of(cls, prompt: bytes, marks: Marks) -> Marked:
         """`prompt`: int32, as `blocks.raw_tokens` gives them."""
         ids = np.frombuffer(prompt, dtype=np.int32)
-        found = np.flatnonzero(np.isin(ids, list(marks.kinds))).tolist()
+        found = np.flatnonzero(marks.known.take(ids, mode="clip")).tolist()
         return cls(tuple((at, int(ids[at])) for at in found), len(ids))
 
 

@@ -16,6 +16,7 @@ from stanchion.gateway.tokens import Vocabulary
 from stanchion.gateway.web import Call
 
 SESSION = b"x-session-id"
+BLOCK_TOKENS = 16  # of a hash, where the server does not say how large its pages are
 
 
 def recorder(settings: GatewaySettings, vocabulary: Vocabulary, fleet: Fleet) -> Recorder | None:
@@ -34,7 +35,7 @@ def recorder(settings: GatewaySettings, vocabulary: Vocabulary, fleet: Fleet) ->
             model=settings.served_model_name or hello.model,
             tokenizer=tokenizer,
             template=template,
-            block_tokens=hello.page_tokens,
+            block_tokens=hello.page_tokens if hello.page_tokens > 1 else BLOCK_TOKENS,
             level="content" if settings.record_content else "none",
             failpoints=hello.failpoints,
         )
