@@ -7,10 +7,12 @@ is asked directly; a pair is asked directly in two steps.
 
 * `single`: one server with n-gram drafts; completions and chats; a client that leaves.
 * `pair`: prefill and decode apart, over NIXL.
-* `witnessed`: the same two servers, each for itself, in `strict`.
-* `sick`: these two and one with damaged weights, in `strict`, with the witness's default scale:
-  what that lets pass is told, and is no failure of the check.
-* `gaps`: how far the scores of one server are from the cold ones of the other, in nats a token.
+* `gaps`: how far the scores of one server are from the cold ones of the other, in nats a token,
+  over other prompts than those below; and the witness's scale that is learnt from them.
+* `witnessed`: the same two servers, each for itself, in `strict`, with that scale.
+* `sick`: these two and one with damaged weights, in `strict`, with that scale.
+* `sick, default scale`: the same with the one that there is when nobody has measured: what it lets
+  pass is told, and is no failure of the check.
 """
 
 from __future__ import annotations
@@ -32,7 +34,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from calibrate import Served
 from prometheus_client.parser import text_string_to_metric_families
+
+from stanchion.gateway.monitor.baseline import Clean, write
+from stanchion.gateway.monitor.witness import Scale, calibrate, gap
 
 MODULES = (
     "argparse", "ast", "base64", "bisect", "calendar", "cmd", "code", "codecs", "configparser",
@@ -229,9 +235,10 @@ def until(met: Callable[[], bool], else_: str) -> None:
         time.sleep(0.02)
 
 
-def gaps(one: str, other: str, texts: Sequence[str]) -> dict[str, float]:
-    """Between the scores that `one` logs for its answers and those of `other` from cold KV."""
-    found: list[float] = []
+def gaps(one: str, other: str, texts: Sequence[str]) -> list[list[float]]:
+    """Between the scores that `one` logs for its answers and those of `other` from cold KV: those
+    of each answer, token by token."""
+    found: list[list[float]] = []
     for text in texts:
         body = {
             "model": "smollm2", "prompt": text, "max_tokens": ANSWER_TOKENS, "temperature": 0,
@@ -242,15 +249,20 @@ def gaps(one: str, other: str, texts: Sequence[str]) -> dict[str, float]:
         cold = _post(other, {"model": "smollm2", "prompt": tokens, "max_tokens": 1,
                              "prompt_logprobs": 0, "cache_salt": fresh()})  # fmt: skip
         scores = cold["choices"][0]["prompt_logprobs"][-len(said["token_ids"]) :]
-        for token, logged, now in zip(
-            said["token_ids"], said["logprobs"]["token_logprobs"], scores
-        ):
-            found.append(abs(logged - now[str(token)]["logprob"]))
-    return {
-        "tokens": len(found),
-        "mean": round(sum(found) / len(found), 5),
-        "most": round(max(found), 4),
-    }
+        pairs = zip(said["token_ids"], said["logprobs"]["token_logprobs"], scores, strict=True)
+        found.append([gap(logged, now[str(token)]["logprob"]) for token, logged, now in pairs])
+    return found
+
+
+def learnt(client: httpx.Client, runs: Sequence[Sequence[float]], out: Path) -> Scale:
+    """Writes the scale for what this gateway serves to `out`."""
+    served, scale = Served.of(client), calibrate(runs)
+    clean = Clean(
+        model=served.model, revision=served.revision, runs=scale.runs,
+        drift=scale.drift, threshold=scale.threshold,
+    )  # fmt: skip
+    out.write_bytes(write([], [clean]))
+    return scale
 
 
 def _post(url: str, body: dict[str, Any]) -> Any:
@@ -287,16 +299,25 @@ def several(cache: Path, folder: Path, texts: Sequence[str], tell: Tell) -> None
             pair = compare(client, completed, moved)
             tell("pair", pair | {"transfers": _moved(second), "counted": counted(client)})
         both = ("--upstream", first, "--upstream", second, "--integrity", "strict")
+        known = folder / "baselines.json"
         with front(cache, folder, *both) as client:
+            runs = gaps(first, second, prompts(2 * len(texts))[len(texts) :])
+            scale = learnt(client, runs, known)
+        every = [one for run in runs for one in run]
+        found = {"tokens": len(every), "mean": sum(every) / len(every), "most": max(every)}
+        tell("gaps", found | {"drift": scale.drift, "threshold": scale.threshold})
+        measured = ("--set", f"gateway.baselines={known}")
+        with front(cache, folder, *both, *measured) as client:
             witnessed = compare(client, completed, plain)
             tell("witnessed", witnessed | {"counted": counted(client)})
-        tell("gaps", gaps(first, second, texts))
         sick = stack.enter_context(vllm(cache, folder, model="sick"))
         lenient = ("--set", "gateway.retries_spare=1000")
-        with front(cache, folder, *both, "--upstream", sick, *lenient) as client:
-            served = compare(client, completed, plain) | {"counted": counted(client)}
+        for name, words in (("sick", measured), ("sick, default scale", ())):
+            with front(cache, folder, *both, "--upstream", sick, *lenient, *words) as client:
+                served = compare(client, completed, plain) | {"counted": counted(client)}
+                tell(name, served)
         with httpx.Client(base_url=sick, timeout=ANSWER_S, trust_env=False) as direct:
-            tell("sick", served | {"alone": compare(direct, completed, plain)})
+            tell("sick, alone", compare(direct, completed, plain))
 
 
 def _moved(url: str) -> float:
@@ -331,7 +352,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         several(given.cache, Path(folder), texts, tell)
         single(given.cache, Path(folder), texts, tell)
-    if any(found[name]["different"] for name in ("single", "pair", "witnessed")):
+    if any(found[name]["different"] for name in ("single", "pair", "witnessed", "sick")):
         sys.exit("a client got another text than vLLM's own")
 
 
