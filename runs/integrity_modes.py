@@ -87,6 +87,10 @@ class Told:
         self.retries += len(workers[1:])
         self.retries_to_the_same += sum(before == after for before, after in pairwise(workers))
 
+    def shown(self) -> dict[str, object]:
+        times = {"first_s": self.first_s, "all_s": self.all_s}
+        return vars(self) | {name: [round(at, 3) for at in every] for name, every in times.items()}
+
     def row(self) -> str:
         low, high = interval(self.wrong, max(self.replies, 1))
         cells = [
@@ -163,8 +167,8 @@ def main() -> None:
         told.append(one)
         print(one.row(), flush=True)
     if asked.json:
-        rows = {"settings": vars(asked), "modes": [vars(one) for one in told]}
-        Path(asked.json).write_text(json.dumps(rows, indent=1) + "\n")
+        rows = {"settings": vars(asked), "modes": [one.shown() for one in told]}
+        Path(asked.json).write_text(json.dumps(rows) + "\n")
 
 
 if __name__ == "__main__":
