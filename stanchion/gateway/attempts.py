@@ -117,6 +117,13 @@ class Attempts:
             raise Overloaded("the workers' queues are full", self._settings.retry_after_s)
         raise PeerLost("no worker is ready")
 
+    @property
+    def able(self) -> bool:
+        """Would `choose` find a route for a new request?"""
+        now = _now()
+        standings = self._members.standings(now)
+        return self._router.able(standings, self._rotation.shut(standings, now))
+
     def choose(
         self,
         used: Collection[Life] = (),

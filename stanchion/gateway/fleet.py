@@ -95,7 +95,7 @@ class Fleet:
         able = [one.hello for one in self._able()]
         if not any(hello.role == "decode" for hello in able):  # then nobody asks prefill workers
             able = [hello for hello in able if hello.role != "prefill"]
-        if not able or self.attempts.choose() is None:
+        if not able or not self.attempts.able:
             return None
         least = min(able, key=lambda hello: hello.pages)
         return replace(least, context_max=min(hello.context_max for hello in able))
@@ -108,10 +108,10 @@ class Fleet:
 
     def room(self, wanted: int) -> None:
         """Raise unless so many requests may be started now."""
-        if self.attempts.choose() is None:
+        if not self.attempts.able:
             for member in self._members:
                 member.link.hear()  # if this loop was held up, signs of life wait to be read
-            if self.attempts.choose() is None:
+            if not self.attempts.able:
                 raise PeerLost("no worker is ready")
         bound = self._settings.in_flight_max
         if len(self) + wanted > bound:
@@ -227,7 +227,7 @@ class Fleet:
     def complete(self) -> bool:
         """All that were asked for have said hello, and requests can be served."""
         here = {member.hello.name for member in self._able()}
-        return here.issuperset(self._expected) and self.attempts.choose() is not None
+        return here.issuperset(self._expected) and self.attempts.able
 
     def troubles(self, now: float) -> list[str]:
         """All that is missing or wrong, whether or not requests can be served."""

@@ -171,6 +171,11 @@ class Router:
     def eligible(self, standing: Standing) -> bool:
         return standing.ready and standing.silent_s <= self._suspect_s
 
+    def able(self, standings: Sequence[Standing], barred: Collection[Life] = ()) -> bool:
+        """Would `choose` find a route?"""
+        roles = {one.role for one in standings if self.eligible(one) and one.life not in barred}
+        return "both" in roles or roles >= {"decode", "prefill"}
+
     def choose(
         self,
         standings: Sequence[Standing],

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,7 +46,7 @@ class Vocabulary:
     def size(self) -> int:
         return len(self.pieces)
 
-    @property
+    @cached_property
     def piece_bytes_max(self) -> int:
         return max(map(len, self.pieces))
 

@@ -108,11 +108,17 @@ class TwoUnits(Router):
         another: bool = False,
         barred: Collection[Life] = (),
     ) -> Route | None:
-        believed = [
+        return super().choose(self._believed(standings), used, another, barred)
+
+    def able(self, standings: Sequence[Standing], barred: Collection[Life] = ()) -> bool:
+        return super().able(self._believed(standings), barred)
+
+    @staticmethod
+    def _believed(standings: Sequence[Standing]) -> list[Standing]:
+        return [
             replace(one, ready=True, silent_s=0.0) if one.role == "prefill" else one
             for one in standings
         ]
-        return super().choose(believed, used, another, barred)
 
 
 @pytest.mark.parametrize(("ready", "silent_s"), [(False, 0.0), (True, 99.0)])
@@ -178,6 +184,14 @@ def test_used_workers_come_last_and_never_where_another_is_needed():
     only = router.choose(fleet("both-0"), [("both-0", 1)])
     assert only == Route(("both-0", 1))
     assert router.choose(fleet("both-0"), [("both-0", 1)], another=True) is None
+
+
+@settings(deadline=None)
+@given(STANDINGS, st.sets(st.integers(0, 8)))
+def test_who_is_asked_whether_there_is_a_route_says_what_a_choice_would(standings, at):
+    router, barred = Router(SUSPECT_S), [standings[one].life for one in at if one < len(standings)]
+    chosen = router.choose(standings, barred=barred)
+    assert router.able(standings, barred) is (chosen is not None)
 
 
 def test_the_barred_are_out_of_question():
