@@ -34,6 +34,7 @@ class Style:
     stops: StopSet = field(default_factory=lambda: StopSet(()))
     include_stop: bool = False
     end_ids: frozenset[int] = frozenset()
+    eos_ids: frozenset[int] = frozenset()  # those of `end_ids` that are no stop to be named
     min_tokens: int = 0  # stops are not looked for in the text of these, as in vLLM
     markup: Markup | None = None  # None: all text is content
 
@@ -136,7 +137,8 @@ class ChoiceFold:
         if not self.over():
             self._say(self._stops.finish())
             if not self.over():
-                self._end(End(outcome.reason, stopped))
+                named = None if stopped in self._style.eos_ids else stopped
+                self._end(End(outcome.reason, named))
         return Piece(self._taken())
 
     def _take(self, token: int) -> None:

@@ -294,6 +294,7 @@ def _style(
         stops=StopSet(stops),
         include_stop=bool(body.include_stop_str_in_output),
         end_ids=frozenset((*eos, *sampling.stop_ids)),
+        eos_ids=frozenset(eos),
         min_tokens=sampling.min_tokens,
         markup=markup,
     )

@@ -200,6 +200,8 @@ def test_usage_counts_to_the_token_that_completes_the_stop(text, stop):
 def test_the_end_token_is_no_text_but_counts_and_only_when_it_is_the_last():
     style = Style(BYTES, end_ids=frozenset({ord("!")}))
     assert run(style, b"hi!", 1, Completed("stop"))[:3] == ("hi", 3, End("stop", ord("!")))
+    plain = Style(BYTES, end_ids=frozenset({ord("!")}), eos_ids=frozenset({ord("!")}))
+    assert run(plain, b"hi!", 1, Completed("stop"))[:3] == ("hi", 3, End("stop")), "as in vLLM"
     assert run(style, b"hi!yo!", 7, Completed("stop"))[0] == "hi!yo"
     assert run(style, b"hi!", 1, Completed("length"))[:3] == ("hi!", 3, End("length"))
     shown = Style(BYTES, end_ids=frozenset({ord("!")}), include_stop=True)
