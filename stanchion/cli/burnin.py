@@ -30,16 +30,26 @@ def burn_in(url: str, api_key: str, storm: Storm, quiet: int, json_file: str | N
     """Exit code: 0 nothing found, 1 something. Raise ConfigError where it could not be run, or says
     nothing: what was not answered or not looked at is never taken for clean."""
     console = Console()
+    out = None if json_file is None else _writable(Path(json_file))
     with Progress(console=console) as progress:
         found = asyncio.run(_run(url, api_key, storm, quiet, progress))
     _tell(found, console)
-    if json_file is not None:
-        Path(json_file).write_text(json.dumps(told(found), indent=1) + "\n")
+    if out is not None:
+        out.write_text(json.dumps(told(found), indent=1) + "\n")
     if suspects(found) or lost_drafts(found) is not None:
         return 1
     if (why := says_nothing(found)) is not None:
         raise ConfigError(why)
     return 0
+
+
+def _writable(path: Path) -> Path:
+    """Before the storm, not after it. Raise ConfigError."""
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"--json {path} cannot be written: {error.strerror}") from None
+    return path
 
 
 async def _run(url: str, api_key: str, storm: Storm, quiet: int, progress: Progress) -> Found:

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from stanchion.cli.replay_asked import Asked, Server, ask_server, make_bodies, make_plan
-from stanchion.cli.settings import output_folder
+from stanchion.cli.settings import model_folder, output_folder
 from stanchion.core.errors import ConfigError
 from stanchion.gateway.serve import only
 from stanchion.lab.replay_client import HttpClient, client
@@ -88,8 +88,12 @@ def replay(asked: Asked, quiet: bool = False) -> RunHeader:
     """The whole run, or what is left of it. Raise ConfigError where it cannot begin."""
     asked.check()
     folder = Path(asked.out)
-    whole, _ = make_plan(asked)
+    whole, block_tokens = make_plan(asked)
     server = _run(_ask(asked))
+    # What these refuse is told before anything is written.
+    make_bodies(asked, server, block_tokens)
+    if asked.tokenizer != "hashed":
+        model_folder(asked.tokenizer)
     output_folder(folder)
     header, done, base_s = _taken_up(folder, asked, whole, server)
     write_header(folder, header)

@@ -222,6 +222,14 @@ def test_no_requests_are_not_all_requests(capsys: pytest.CaptureFixture[str]) ->
     assert "'long' is no number of tokens; such as 70000 or 70k" in capsys.readouterr().err
 
 
+def test_a_file_that_cannot_be_written_is_told_before_the_storm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["verify", "--url", "http://127.0.0.1:1", "--json", str(tmp_path / "none" / "x")]
+    assert main(words) == 2
+    assert "cannot be written: No such file" in capsys.readouterr().err
+
+
 def test_nothing_is_left_over() -> None:
     server = Server()
 

@@ -122,10 +122,12 @@ def test_what_cannot_be_run_is_told(
         (["--url", url, "--processes", "0"], "--processes is 0"),
         (["--url", url, "--block-tokens", "513"], "from 1 to 512"),
         (["--url", url, "--pd-sweep", "1:1"], "leave --url out"),
+        (["--url", url, "--tokenizer", str(tmp_path / "none")], "none"),
         ([], "--url is missing"),
     ):
         assert main(["replay", str(trace), "--out", str(tmp_path / "x"), *more]) == 2
         assert said in capsys.readouterr().err
+        assert not (tmp_path / "x").exists(), "nothing is left of what was not run"
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "letter").write_text("dear")
     assert main(["replay", str(trace), "--url", url, "--out", str(tmp_path / "full")]) == 2
