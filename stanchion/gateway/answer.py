@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Protocol, assert_never
 
 from stanchion.core.errors import Overloaded, PeerLost
 from stanchion.core.messages import Counted, Hello, PromptScores, Quarantine, Spec, Start
-from stanchion.core.outcome import Completed, Leaver
+from stanchion.core.outcome import Completed, Leaver, Outcome
 from stanchion.core.request import Sampling
 from stanchion.gateway.choice import Style
 from stanchion.gateway.ledger import READ_MAX, DraftRecord, Mail, Ticket, joined
 from stanchion.gateway.monitor.budget import finding
 from stanchion.gateway.monitor.guard import Drop, Effect, Guard, Noticed, Restart, Witness
-from stanchion.gateway.monitor.witness import Clean, Unwitnessed, Verdict, judge
+from stanchion.gateway.monitor.witness import Clean, Confirmed, Unwitnessed, Verdict, judge
 from stanchion.gateway.monitor.words import ACCEPTANCE
 from stanchion.gateway.record.attempts import Attempts
 from stanchion.gateway.router import Life
@@ -39,11 +39,14 @@ class Workers(Protocol):
     @property
     def hello(self) -> Hello | None: ...
     def start(self, starts: Sequence[Start], ring: Ring) -> list[Ticket]: ...
-    def elsewhere(self, start: Start, ring: Ring, used: Collection[Life]) -> Ticket: ...
+    def elsewhere(
+        self, start: Start, ring: Ring, used: Collection[Life], wholly: bool = False
+    ) -> Ticket: ...
     def leave(self, ticket: Ticket, by: Leaver) -> None: ...
     def doubted(self, lives: Sequence[Life]) -> None: ...
     def cleared(self, lives: Sequence[Life]) -> None: ...
     def confirmed(self, request: str, lives: Sequence[Life], read: Quarantine) -> None: ...
+    def overruled(self, lives: Sequence[Life]) -> None: ...
 
 
 class Answer:
@@ -114,7 +117,7 @@ class Answer:
                     mail.tokens, mail.logprobs, mail.top, mail.readings, mail.ended, deaf
                 )
             )
-        if self._witness is not None and (mail := self._witness.ticket.take()) is not None:
+        if self._witness is not None and (mail := self._witness.at.take()) is not None:
             self._do(self._hear(self._witness, mail))
         return self._release(came)
 
@@ -190,11 +193,16 @@ class Answer:
                     assert_never(effect)
 
     def _ask(self, wanted: Witness) -> list[Effect]:
-        tokens = [*self._start.tokens, *self._guard.tokens[: wanted.tokens]]
         if not wanted.tokens:
             return self._guard.verdict(Clean())
+        why = self._send(_Asked(wanted, self.lives), self.lives)
+        return [] if why is None else self._say(wanted, Unwitnessed(why))
+
+    def _send(self, asked: _Asked, used: Sequence[Life], wholly: bool = False) -> str | None:
+        """Has the scores computed elsewhere, from cold KV; why not, if they are not."""
+        tokens = [*self._start.tokens, *self._guard.tokens[: asked.wanted.tokens]]
         if not self._books.allowance.take(len(tokens), self._books.now()):
-            return self._say(wanted, Unwitnessed("the budget of prefill tokens is spent"))
+            return "the budget of prefill tokens is spent"
         start = Start(
             request=self._mint(),
             tokens=tokens,
@@ -203,24 +211,48 @@ class Answer:
             salt=self._mint(),
         )
         try:
-            ticket = self._books.workers.elsewhere(start, self._ring, self.lives)
+            asked.ticket = self._books.workers.elsewhere(start, self._ring, used, wholly)
         except (PeerLost, Overloaded) as error:
-            return self._say(wanted, Unwitnessed(f"there is no other worker: {error}"))
+            return f"there is no other worker: {error}"
         self._books.witness_tokens += len(tokens)
-        self._witness = _Asked(wanted, ticket, self.lives)
-        return []
+        self._witness = asked
+        return None
 
     def _hear(self, asked: _Asked, mail: Mail) -> list[Effect]:
         asked.scores = joined(asked.scores, mail.scores)
         if mail.ended is None:
             return []
         self._witness = None
-        if not isinstance(mail.ended, Completed):
-            tag = str(mail.ended.__struct_config__.tag)
-            return self._say(asked.wanted, Unwitnessed(f"the witness ended: {tag}"))
+        said = self._heard(asked, mail.ended)
+        if asked.before is None and isinstance(said, Confirmed) and self._another(asked, said):
+            return []
+        return self._say(asked.wanted, self._settled(asked, said), asked.lives)
+
+    def _heard(self, asked: _Asked, ended: Outcome) -> Verdict:
+        if not isinstance(ended, Completed):
+            return Unwitnessed(f"the witness ended: {ended.__struct_config__.tag}")
         cold = asked.scores.logprobs[len(self._start.tokens) - 1 :] if asked.scores else []
-        logged = self._guard.logprobs[: asked.wanted.tokens]
-        return self._say(asked.wanted, judge(logged, cold, self._books.scale()), asked.lives)
+        return judge(self._guard.logprobs[: asked.wanted.tokens], cold, self._books.scale())
+
+    def _another(self, asked: _Asked, said: Confirmed) -> bool:
+        """A witness may be the sick one: where a third worker has no part in this, it is asked."""
+        first = asked.at.lives
+        second = _Asked(asked.wanted, asked.lives, before=(said, first))
+        return self._send(second, [*asked.lives, *first], wholly=True) is None
+
+    def _settled(self, asked: _Asked, said: Verdict) -> Verdict:
+        """Of two witnesses: what both say, or what one of them and the answer's own worker do."""
+        if asked.before is None:
+            return said
+        before, lives = asked.before
+        match said:
+            case Clean():
+                self._books.overruled(self, lives)
+                return said
+            case Confirmed():
+                return Confirmed(min(before.onset, said.onset), before.evidence)
+            case Unwitnessed():
+                return before
 
     def _say(self, wanted: Witness, said: Verdict, lives: Sequence[Life] = ()) -> list[Effect]:
         kind = wanted.kind
@@ -253,15 +285,22 @@ class Answer:
 
     def _dismiss(self, by: Leaver) -> None:
         if self._witness is not None:
-            self._books.workers.leave(self._witness.ticket, by)
+            self._books.workers.leave(self._witness.at, by)
             self._witness = None
 
 
 @dataclass
 class _Asked:
-    """A witness at work. `lives`: of the workers whose attempt it is about."""
+    """A witness at work. `lives`: of the workers whose attempt it is about. `before`: what another
+    witness said, and who that was."""
 
     wanted: Witness
-    ticket: Ticket
     lives: tuple[Life, ...]
+    before: tuple[Confirmed, tuple[Life, ...]] | None = None
+    ticket: Ticket | None = None
     scores: PromptScores | None = None
+
+    @property
+    def at(self) -> Ticket:
+        assert self.ticket is not None, "it was sent"
+        return self.ticket

@@ -78,13 +78,19 @@ class Attempts:
         self._dispatch(held, start.request)
         return held.ticket
 
-    def elsewhere(self, start: Start, ring: Callable[[], None], used: Collection[Life]) -> Ticket:
-        """By a route that has at least one life that is not `used`. Raise PeerLost or Overloaded
-        if there is none."""
+    def elsewhere(
+        self,
+        start: Start,
+        ring: Callable[[], None],
+        used: Collection[Life],
+        wholly: bool = False,
+    ) -> Ticket:
+        """By a route that has at least one life that is not `used`, or, `wholly`, none that is.
+        Raise PeerLost or Overloaded if there is none."""
         held = self._hold(start, ring)
         held.used, held.kept = tuple(used), False
         held.ticket.used = held.used
-        self._dispatch(held, start.request, used, another=True)
+        self._dispatch(held, start.request, used, True, used if wholly else ())
         return held.ticket
 
     def who_has(self, request: str) -> Life | None:
@@ -100,12 +106,17 @@ class Attempts:
         return held
 
     def _dispatch(
-        self, held: _Held, request: str, used: Collection[Life] = (), another: bool = False
+        self,
+        held: _Held,
+        request: str,
+        used: Collection[Life] = (),
+        another: bool = False,
+        barred: Collection[Life] = (),
     ) -> None:
         """Raise PeerLost or Overloaded if nobody takes it; then nothing has changed."""
         before, full = (held.ticket.request, held.route), list[Life]()
         asked = self._rotation.asked(held.start, self._members.any_hello(), held.kept)
-        while (route := self.choose(used, another, full, asked)) is not None:
+        while (route := self.choose(used, another, [*barred, *full], asked)) is not None:
             held.ticket.request, held.route = request, route
             if self._send(held, request, asked):
                 held.ticket.lives, held.ticket.why = route.lives, route.why

@@ -135,12 +135,17 @@ class Fleet:
             self.attempts.budget.request(start.tenant, _now())
         return tickets
 
-    def elsewhere(self, start: Start, ring: Callable[[], None], used: Collection[Life]) -> Ticket:
-        """By a route that has at least one life that is not `used`. Raise PeerLost or Overloaded
-        if there is none."""
+    def elsewhere(
+        self,
+        start: Start,
+        ring: Callable[[], None],
+        used: Collection[Life],
+        wholly: bool = False,
+    ) -> Ticket:
+        """As `Attempts.elsewhere`."""
         if self.attempts.draining:
             raise PeerLost("the workers take nothing new")
-        return self.attempts.elsewhere(start, ring, used)
+        return self.attempts.elsewhere(start, ring, used, wholly)
 
     def leave(self, ticket: Ticket, by: Leaver) -> None:
         life = self.attempts.who_has(ticket.request)
@@ -188,6 +193,14 @@ class Fleet:
     def confirmed(self, request: str, lives: Sequence[Life], read: Quarantine) -> None:
         """An answer of these workers was wrong."""
         self.spoilt(request, lives, read)
+        self._at_fault(lives)
+
+    def overruled(self, lives: Sequence[Life]) -> None:
+        """What these workers computed from cold KV is not what two others did."""
+        self.doubted(lives)
+        self._at_fault(lives)
+
+    def _at_fault(self, lives: Sequence[Life]) -> None:
         for life in lives:
             if self.rotation.trust.confirmed(life, _now()):
                 self.taken_out += 1

@@ -71,6 +71,7 @@ class Integrity:
         self.outcomes: Counter[str] = Counter()  # of quality retries
         self.draft_faults_found = 0
         self.witness_tokens = 0
+        self.overruled_witnesses = 0
 
     def start(
         self, starts: Sequence[Start], ring: Ring, style: Style, streams: bool, mint: Mint
@@ -151,6 +152,15 @@ class Integrity:
         journal.write(line, logging.WARNING)
         if effect.action != "pass":
             self.workers.doubted(answer.lives)
+
+    def overruled(self, answer: Answer, lives: Sequence[Life]) -> None:
+        """A witness said that the answer is wrong, and another one that it is not."""
+        self.overruled_witnesses += 1
+        line = journal.Line(
+            event="overruled", request=answer.request, tenant=answer.tenant, worker=_names(lives)
+        )
+        journal.write(line, logging.WARNING)
+        self.workers.overruled(lives)
 
     def judged(
         self,

@@ -219,6 +219,8 @@ def _integrity(told: Integrity) -> Iterator[Metric]:
     yield from (monitored, anomalies, verdicts, retries)
     words = "Prefill tokens computed for witnesses"
     yield CounterMetricFamily(_PREFIX + "witness_tokens", words, told.witness_tokens)
+    words = "Witnesses that another one and the answer's own worker contradicted"
+    yield CounterMetricFamily(_PREFIX + "witnesses_overruled", words, told.overruled_witnesses)
     words = "Workers whose drafts are at fault: speculation is off there"
     yield CounterMetricFamily(_PREFIX + "draft_faults", words, told.draft_faults_found)
 
