@@ -84,7 +84,9 @@ class Stub:
 
     def _number(self, prompt: str | list[int]) -> int:
         if not isinstance(prompt, str):
-            prompt = b"".join(self.vocabulary.pieces[one] for one in prompt[:16]).decode()
+            prompt = b"".join(self.vocabulary.pieces[one] for one in prompt[:16]).decode(
+                errors="replace"
+            )
         return int(prompt.split()[0])
 
     def _event(self, number: int, chunk: int, body: dict[str, Any]) -> bytes:
