@@ -245,6 +245,8 @@ class Answer:
         if asked.before is None:
             return said
         before, lives = asked.before
+        if {*asked.at.lives} & {*asked.lives, *lives}:
+            return before  # it was lost and made again, by one that has a part in this
         match said:
             case Clean():
                 self._books.overruled(self, lives)

@@ -12,7 +12,11 @@ from msgspec.structs import replace
 
 from stanchion.core.messages import PromptScores, Start
 from stanchion.core.outcome import PeerLost
-from stanchion.gateway.answer import Answer
+from stanchion.gateway.answer import Answer, _Asked
+from stanchion.gateway.ledger import Ticket
+from stanchion.gateway.monitor.guard import Witness
+from stanchion.gateway.monitor.witness import Clean, Confirmed
+from stanchion.gateway.router import Life
 
 from .conftest import Gateway, Workers, cluster
 from .liar import TEXT, scored, witnessing
@@ -137,3 +141,25 @@ def test_the_budget_is_spent_on_both(tmp_path: Path) -> None:
         assert not done and "could not be witnessed" in said[-1]["error"]["message"]
         assert values(gateway.client)[f"{PREFIX}witness_verdicts_total|confirmed"] == 1
         assert len(witnesses(workers)) == 1
+
+
+@pytest.mark.parametrize("part", [("both-0", 1), ("both-1", 1)])
+def test_one_that_has_a_part_in_it_settles_nothing(part: Life) -> None:
+    """Where the third worker is lost, its scores are computed again by whoever is left."""
+    answer, books = Answer.__new__(Answer), Books()
+    answer._books = books  # type: ignore[assignment]
+    said = Confirmed(4, "0.7 nats apart")
+    for third, settled in ((part, said), (("both-2", 1), Clean())):
+        asked = _Asked(Witness(9, None), (("both-0", 1),), before=(said, (("both-1", 1),)))
+        asked.ticket = Ticket("second", lambda: None)
+        asked.ticket.lives = (third,)
+        assert answer._settled(asked, Clean()) == settled
+    assert books.told == [(("both-1", 1),)]
+
+
+class Books:
+    def __init__(self) -> None:
+        self.told: list[tuple[Life, ...]] = []
+
+    def overruled(self, answer: Answer, lives: tuple[Life, ...]) -> None:
+        self.told.append(lives)
