@@ -439,7 +439,8 @@ def test_the_worker_is_told_and_its_refusal_is_the_clients_error(
                 "json_schema": {"name": "a", "schema": OBJECT, "strict": True},
             },
         )  # fmt: skip
-    assert worker.starts  # the second choice may not have been dispatched at the first's refusal
+    # Both were sent; the second may reach the worker behind the first one's refusal.
+    assert worker.wait_for(lambda: len(worker.starts) == 2)
     assert {json.loads(one.grammar or "")["grammars"][1]["name"] for one in worker.starts} == {
         "content"
     }
