@@ -391,19 +391,22 @@ def _storm_of_lost_drafts(tmp_path: Path, mode: str) -> tuple[list[bool], Any, W
 def test_engine_wide_low_acceptance_with_clean_witnesses_gives_no_retries(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.ERROR, "stanchion.gateway"):
+    with caplog.at_level(logging.INFO, "stanchion.gateway"):
         right, seen, workers = _storm_of_lost_drafts(tmp_path, "balanced")
     assert all(right)
-    assert len(attempts(workers)) == 12, "something was made again"
+    made = attempts(workers)
+    assert len(made) == 12, "something was made again"
     assert seen["stanchion:draft_faults_total"] >= 1
-    assert seen["stanchion:witness_verdicts_total|clean"] < 12, "it went on asking"
-    assert seen["stanchion:output_anomalies_total|pass|low_acceptance"] >= 1
-    alerts = [json.loads(one.message) for one in caplog.records]
-    known = {one["worker"] for one in alerts if one["event"] == "draft_fault"}
+    lines = [json.loads(one.message) for one in caplog.records]
+    known = {one["worker"] for one in lines if one["event"] == "draft_fault"}
     assert len(known) == seen["stanchion:draft_faults_total"]
     for name in known:
-        asked = [one.sampling.draft_tokens for one in attempts({name: workers[name]})]
-        assert asked[:3] == [None] * 3 and asked[-1] == 0, "speculation is off there"
+        drafted = [one.sampling.draft_tokens for one in attempts({name: workers[name]})]
+        assert drafted[:3] == [None] * 3 and drafted[-1] == 0, "speculation is off there"
+    told = {one.request: one.sampling.draft_tokens for one in made}
+    actions = [(told[one["request"]], one["action"]) for one in lines if one["event"] == "anomaly"]
+    assert (None, "witness") in actions and (0, "pass") in actions
+    assert all(action == "pass" for drafts, action in actions if drafts == 0), "it went on asking"
 
 
 def test_a_suspicion_taken_for_a_verdict_is_caught_by_it(tmp_path: Path) -> None:
