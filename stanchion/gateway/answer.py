@@ -38,6 +38,7 @@ class Workers(Protocol):
 
     @property
     def hello(self) -> Hello | None: ...
+    def hello_of(self, life: Life) -> Hello | None: ...
     def start(self, starts: Sequence[Start], ring: Ring) -> list[Ticket]: ...
     def elsewhere(
         self, start: Start, ring: Ring, used: Collection[Life], wholly: bool = False
@@ -104,6 +105,10 @@ class Answer:
         """What the attempt that counts has read and written, as its workers know it."""
         tokens = [*self._start.tokens, *self._guard.tokens]
         return Quarantine(tokens=tokens, tenant=self.tenant, salt=self._ticket.salt)
+
+    def prepare(self) -> None:
+        """As `Guard.prepare`."""
+        self._guard.prepare()
 
     def take(self) -> Mail | None:
         came = 0

@@ -25,7 +25,7 @@ from stanchion.gateway.members import Members
 from stanchion.gateway.monitor.budget import RetryBudget
 from stanchion.gateway.prefixes import Blocks
 from stanchion.gateway.rotation import Asked, Rotation
-from stanchion.gateway.router import Life, Route, Router, Why, reason_to_retry
+from stanchion.gateway.router import Life, Route, Router, Standing, Why, reason_to_retry
 from stanchion.gateway.settings import GatewaySettings
 
 NOWHERE = Route(("", 0))
@@ -132,7 +132,10 @@ class Attempts:
     def able(self) -> bool:
         """Would `choose` find a route for a new request?"""
         now = _now()
-        standings = self._members.standings(now)
+        return self.able_among(self._members.standings(now), now)
+
+    def able_among(self, standings: Sequence[Standing], now: float) -> bool:
+        """The same of workers that were looked at already."""
         return self._router.able(standings, self._rotation.shut(standings, now))
 
     def choose(

@@ -92,13 +92,22 @@ class Fleet:
     @property
     def hello(self) -> Hello | None:
         """What is served: the least of what any of the workers can take. None if none is."""
-        able = [one.hello for one in self._able()]
+        now, members = _now(), list(self._members)
+        standings = [one.standing(now) for one in members]
+        able = [one.hello for one, at in zip(members, standings) if self._router.eligible(at)]
         if not any(hello.role == "decode" for hello in able):  # then nobody asks prefill workers
             able = [hello for hello in able if hello.role != "prefill"]
-        if not able or not self.attempts.able:
+        if not able or not self.attempts.able_among(standings, now):
             return None
         least = min(able, key=lambda hello: hello.pages)
-        return replace(least, context_max=min(hello.context_max for hello in able))
+        context_max = min(hello.context_max for hello in able)
+        return (
+            least if least.context_max == context_max else replace(least, context_max=context_max)
+        )
+
+    def hello_of(self, life: Life) -> Hello | None:
+        member = self._members.alive(life)
+        return None if member is None else member.hello
 
     @property
     def failpoints(self) -> list[str]:
@@ -113,6 +122,9 @@ class Fleet:
                 member.link.hear()  # if this loop was held up, signs of life wait to be read
             if not self.attempts.able:
                 raise PeerLost("no worker is ready")
+        self._bounded(wanted)
+
+    def _bounded(self, wanted: int) -> None:
         bound = self._settings.in_flight_max
         if len(self) + wanted > bound:
             raise Overloaded(
@@ -122,7 +134,7 @@ class Fleet:
 
     def start(self, starts: Sequence[Start], ring: Callable[[], None]) -> list[Ticket]:
         """All of them, or none."""
-        self.room(len(starts))
+        self._bounded(len(starts))
         tickets: list[Ticket] = []
         for start in starts:
             try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from hashlib import blake2b
@@ -39,6 +39,7 @@ from stanchion.gateway.web import JSON, Call
 STREAM = b"text/event-stream; charset=utf-8"
 LARGE_REPLY_TOKENS = 2000
 SESSION = b"x-session-id"
+PREPARE_S = 0.002  # by then the request has left, and its first token has hardly come
 IDLE_S = 10.0  # a stream says at least so often that it lives
 _STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
@@ -78,6 +79,34 @@ def _choice(ticket: Reader, fold: ChoiceFold) -> _Choice:
 _LEFT: Outcome = Cancelled("client")
 
 
+class _Silence:
+    """Rings when a stream that has begun has said nothing for IDLE_S, whatever its worker does.
+    One timer a stream, and none a chunk."""
+
+    def __init__(self, ring: Callable[[], None]) -> None:
+        self._ring = ring
+        self._said_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self.due = False
+
+    def said(self) -> None:
+        self.due, self._said_at = False, asyncio.get_running_loop().time()
+        if self._timer is None:
+            self._look()
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        left = self._said_at + IDLE_S - loop.time()
+        if left <= 0:
+            self.due, left = True, IDLE_S
+            self._ring()
+        self._timer = loop.call_later(left, self._look)
+
+
 class Generation:
     def __init__(
         self,
@@ -97,6 +126,7 @@ class Generation:
         self._tenant = tenant
         self._metrics = metrics
         self._bell = asyncio.Event()
+        self._silence = _Silence(self._bell.set)
         self._began = time.monotonic()
         self._course = course
         starts = ask.starts(tenant, mint, session_of(tenant, call.headers), priority)
@@ -109,6 +139,7 @@ class Generation:
 
     async def run(self) -> ServeError | None:
         """The error to answer with, if the response has not started; None if all is said."""
+        preparing = asyncio.get_running_loop().call_later(PREPARE_S, self._prepare)
         try:
             async with asyncio.TaskGroup() as group:
                 watch = group.create_task(self._watch())
@@ -117,9 +148,16 @@ class Generation:
                 finally:
                     watch.cancel()
         finally:
+            preparing.cancel()
+            self._silence.stop()
             self._leave()
             self._account()
             self._course.ends(time.monotonic())
+
+    def _prepare(self) -> None:
+        for choice in self.choices:
+            if isinstance(choice.ticket, Answer):
+                choice.ticket.prepare()
 
     def over(self) -> Over:
         """How the first choice ended."""
@@ -202,7 +240,9 @@ class Generation:
 
     async def _stream(self) -> ServeError | None:
         while not all(fold.over() for fold in self.folds):
-            await self._news_or_idle()
+            await self._news()
+            if self._silence.due:
+                await self._write(self._writer.idle())
             if self._client_left():
                 return None
             error = self._failed()
@@ -213,17 +253,21 @@ class Generation:
             if not self._call.started:
                 await self._call.start(200, STREAM, _STREAM_HEADERS)
                 self._course.byte(time.monotonic())
-                await self._call.write(self._writer.opening())
+                await self._write(self._writer.opening())
             if written := self._chunks():
-                await self._call.write(written)
+                await self._write(written)
             if error is not None:
                 # The body ends here without its end mark, and the connection with it: a client
                 # that does not know `error` events still cannot take this for a whole answer.
-                await self._call.write(self._dialect.failed(error, self._call.name))
+                await self._write(self._dialect.failed(error, self._call.name))
                 return None
         self._course.ends(time.monotonic())
         await self._call.send({"type": "http.response.body", "body": self._writer.done()})
         return None
+
+    async def _write(self, part: bytes) -> None:
+        await self._call.write(part)
+        self._silence.said()
 
     def _held_back(self) -> bool:
         """Nothing may be given out yet, so an error would still have its HTTP status."""
@@ -243,16 +287,6 @@ class Generation:
         return b"".join(said)
 
     # ---- what came --------------------------------------------------------------------------
-
-    async def _news_or_idle(self) -> None:
-        """A stream that has begun is never silent for long, whatever its worker does."""
-        while True:
-            try:
-                async with asyncio.timeout(IDLE_S if self._call.started else None):
-                    await self._news()
-                break
-            except TimeoutError:
-                await self._call.write(self._writer.idle())
 
     async def _news(self) -> None:
         if self._bell.is_set():

@@ -83,7 +83,7 @@ class Integrity:
         tickets = self.workers.start(starts, ring)
         answers: list[Reader] = []
         for start, ticket in zip(starts, tickets, strict=True):
-            rules = self._rules(start.sampling)
+            rules = self._rules(start.sampling, ticket.lives)
             guard = self._guard(rules, start, style, streams)
             rule = "report" if rules.baseline is None else rules.acceptance
             answers.append(Answer(self, start, ticket, guard, style, ring, mint, rule))
@@ -119,10 +119,11 @@ class Integrity:
         stops = (lambda: stopper(style)) if style.stops else None
         return Guard(contract, lambda: Monitor(rules, reading), stops)
 
-    def _rules(self, sampling: Sampling) -> Rules:
+    def _rules(self, sampling: Sampling, lives: Sequence[Life]) -> Rules:
+        """`lives`: of the workers that have it, the one first that makes its tokens."""
         if self.mode == "report":
             return Rules("report", text=False)
-        hello = self.workers.hello
+        hello = self.workers.hello_of(lives[0])
         if hello is None:
             return Rules()
         drafts = hello.draft_tokens

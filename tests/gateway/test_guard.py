@@ -370,6 +370,29 @@ def test_a_stop_string_ends_an_attempt_whose_tokens_still_wait() -> None:
     assert guard.outcome == Completed("stop")
 
 
+def test_its_monitor_is_made_once_an_attempt_when_it_is_asked_for_or_needed() -> None:
+    made: list[Scripted] = []
+
+    def monitor() -> Any:
+        made.append(Scripted(Attempt()))
+        return made[-1]
+
+    for asked in (False, True):
+        made.clear()
+        guard = Guard(Contract("balanced", True), monitor)
+        assert not made, "nothing is read before the request has left"
+        if asked:
+            guard.prepare()
+            guard.prepare()
+            assert len(made) == 1
+        _came(guard, 3)
+        _came(guard, 3)
+        assert len(made) == 1
+        guard.restarted(2)
+        _came(guard, 3)
+        assert len(made) == 2
+
+
 def test_after_all_retries_it_fails() -> None:
     guard = _guard("strict", True, *(Attempt(),) * 5)
     for _ in range(RETRIES_MAX):

@@ -84,6 +84,40 @@ class Noticed:
 Effect = Drop | Witness | Restart | Noticed
 
 
+@dataclass(frozen=True)
+class _Watch:
+    """Who looks at the tokens of one attempt."""
+
+    monitor: Monitor
+    stopped: Callable[[int], bool] | None
+
+    def look(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        readings: Sequence[tuple[int, Spec]],
+    ) -> list[Suspicion]:
+        found: list[Suspicion] = []
+        first = 0
+        for past, spec in readings:
+            if past <= len(tokens):
+                found += self.monitor.push(tokens[first:past], logprobs[first:past], spec)
+                first = past
+        return found + self.monitor.push(tokens[first:], logprobs[first:], None)
+
+    def until_stop(self, tokens: Sequence[int]) -> tuple[int, bool]:
+        if self.stopped is not None:
+            for place, token in enumerate(tokens):
+                if self.stopped(token):
+                    return place + 1, True
+        return len(tokens), False
+
+    def replay(self, tokens: Sequence[int]) -> None:
+        """Those of an attempt before, which were judged."""
+        self.monitor.replay(tokens)
+        self.until_stop(tokens)
+
+
 class Guard:
     """`monitor` makes the monitor of an attempt, `stops` a function that takes its tokens one by
     one and says whether a stop string is complete."""
@@ -97,8 +131,7 @@ class Guard:
         self._contract = contract
         self._make = monitor
         self._make_stops = stops
-        self._monitor = monitor()
-        self._stopped = stops() if stops else None
+        self._watch: _Watch | None = None  # of the present attempt
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.top: list[Sequence[TopToken]] = []
@@ -113,6 +146,12 @@ class Guard:
         self._cleared = 0  # tokens that a witness cleared
         self._open: Suspicion | None = None  # it rose while a witness was busy, or was not due
         self._dropped = False
+
+    def prepare(self) -> _Watch:
+        """Reads the prompt. Whoever has time for that before the first token comes asks for it."""
+        if self._watch is None:
+            self._watch = _Watch(self._make(), self._make_stops and self._make_stops())
+        return self._watch
 
     # ---- what came ----------------------------------------------------------------------
 
@@ -129,8 +168,9 @@ class Guard:
         the kinds `deaf` are known to mean nothing."""
         if self._over or self._dropped:
             return []
-        count, stopped = self._until_stop(tokens)
-        found = self._look(tokens[:count], logprobs[:count], readings)
+        watch = self.prepare()
+        count, stopped = watch.until_stop(tokens)
+        found = watch.look(tokens[:count], logprobs[:count], readings)
         before = len(self.tokens)
         self.tokens += tokens[:count]
         self.logprobs += logprobs[:count]
@@ -146,27 +186,6 @@ class Guard:
         self._break(before, found)
         effects += [Noticed(one, "pass") for one in found if one.kind in deaf]
         return effects + self._consider([one for one in found if one.kind not in deaf])
-
-    def _look(
-        self,
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
-        readings: Sequence[tuple[int, Spec]],
-    ) -> list[Suspicion]:
-        found: list[Suspicion] = []
-        first = 0
-        for past, spec in readings:
-            if past <= len(tokens):
-                found += self._monitor.push(tokens[first:past], logprobs[first:past], spec)
-                first = past
-        return found + self._monitor.push(tokens[first:], logprobs[first:], None)
-
-    def _until_stop(self, tokens: Sequence[int]) -> tuple[int, bool]:
-        if self._stopped is not None:
-            for place, token in enumerate(tokens):
-                if self._stopped(token):
-                    return place + 1, True
-        return len(tokens), False
 
     def _break(self, before: int, found: Sequence[Suspicion]) -> None:
         """The token whose score is no number, and what follows it, are no part of the answer."""
@@ -293,12 +312,8 @@ class Guard:
         self._broken = self._open = self._asked = self.ended = None
         self._dropped = False
         self._cleared, self._looked = min(self._cleared, keep), 0
-        self._monitor = self._make()
-        self._monitor.replay(self.tokens)
-        if self._make_stops is not None:
-            self._stopped = self._make_stops()
-            for token in self.tokens:
-                self._stopped(token)
+        self._watch = None
+        self.prepare().replay(self.tokens)
 
     def refused(self, why: str) -> None:
         """There is no other attempt."""

@@ -1,19 +1,19 @@
 """Records requests to a folder (`--record DIR`), on a thread of its own.
 
 Promises: a request never waits for its record. What the bounded queue cannot take, and what the
-disk does not, is dropped and counted. The key of all hashes and pseudonyms is drawn at the start,
-kept in memory and never written, so a recording's hashes mean nothing beyond it. Content is written
-only where that was asked for.
+disk does not, is dropped and counted. What came within EVERY_S is worked through together, and not
+with a thread woken for each request; a crash loses so much besides. The key of all hashes and
+pseudonyms is drawn at the start, kept in memory and never written, so a recording's hashes mean
+nothing beyond it. Content is written only where that was asked for.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import secrets
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +32,7 @@ from stanchion.gateway.record.segments import Marked, Marks, segments, stem
 from stanchion.gateway.record.sessions import Place, Sessions
 
 QUEUE_MAX = 8192
+EVERY_S = 0.1
 QUEUE_BYTES_MAX = 256 * 2**20  # of bodies that are kept until their request has ended
 CLOSE_S = 10.0
 Lost = Literal["queue_full", "disk", "unreadable", "oldest_segment"]
@@ -76,7 +77,8 @@ class Recorder:
         self._header: Header | None = None
         self._key = secrets.token_bytes(32)
         self._sessions = Sessions()
-        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(QUEUE_MAX)
+        self._queue: deque[Callable[[], None]] = deque()
+        self._closing = threading.Event()
         self._taken = 0  # bytes of bodies, counted by the gateway's thread
         self._released = 0  # counted by this one's
         self._headed = False
@@ -108,25 +110,24 @@ class Recorder:
 
     def close(self) -> None:
         """Writes what is queued."""
-        try:
-            self._queue.put(None, timeout=CLOSE_S)
-        except queue.Full:
-            return
+        self._closing.set()
         self._thread.join(CLOSE_S)
 
     def _put(self, work: Callable[[], None]) -> bool:
-        try:
-            self._queue.put_nowait(work)
-        except queue.Full:
+        if len(self._queue) >= QUEUE_MAX:
             self.lost["queue_full"] += 1
             return False
+        self._queue.append(work)
         return True
 
     # ---- its own ----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            work()
+        closing = False
+        while not closing:
+            closing = self._closing.wait(EVERY_S)
+            while self._queue:
+                self._queue.popleft()()
         self._files.close()
 
     def _hear(self, entry: Entry, header: Header) -> None:
