@@ -17,7 +17,7 @@ mkdir -p "$out"
 block=$((requests < 350 ? requests : 350))
 cluster="--prefill 2 --decode 1 --integrity off --prefill-deadline 4 --kv-memory 0.1 --host-cache 0.6"
 cluster="$cluster --set lab.slow_transfer_ms=20 --set lab.slow_load=0/index:0.5,1/index:0.5,2/index:0.5,3/index:0.5,4/index:0.5,5/index:0.5"
-sed -e "s|@TRACE@|$trace|; s|@REQUESTS@|$requests|; s|@BLOCK@|$block|; s|@PRESSURE@|1000|; s|@CLUSTER@|$cluster|" \
+sed -e "s|@TRACE@|$trace|; s|@REQUESTS@|$requests|; s|@BLOCK@|$block|; s|@PRESSURE@|60|; s|@CLUSTER@|$cluster|" \
 	runs/scaling_pain.toml >"$out/plan.toml"
 "$python" -m stanchion.cli.main ablate "$out/plan.toml" --out "$out/runs"
 "$python" -m stanchion.cli.main report "$out/runs" --out "$out/page"

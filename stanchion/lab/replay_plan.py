@@ -143,7 +143,9 @@ def plan(
     aborts: bool = True,
 ) -> Plan:
     """Steps in the order in which they are first due. Copies are interleaved evenly: copy k of n
-    is k / n of a mean gap between requests later, so n copies are n times the load and no bursts.
+    is k / n of a mean gap later, so n copies are n times the load and no bursts. Gaps are those
+    between requests that have a time of their own, which in a loop by session begin one; where
+    there is one alone, it lasts as long as the trace.
     """
     if not 1 <= copies <= COPIES_MAX:
         raise ConfigError(f"copies is {copies}; it must be from 1 to {COPIES_MAX}")
@@ -151,8 +153,9 @@ def plan(
     if not ordered:
         raise ConfigError("the trace has no requests")
     cut = _cut([one.times.arrival for one in ordered], pace.gap_max_s)
-    mean_gap = cut[-1] / max(len(cut) - 1, 1)
     before = _predecessors(ordered) if loop == "session" else [_Before()] * len(ordered)
+    timed = [at for at, one in zip(cut, before) if not one.after]
+    mean_gap = (timed[-1] - timed[0]) / (len(timed) - 1) if len(timed) > 1 else cut[-1]
     steps = []
     for copy in range(copies):
         later = mean_gap * copy / copies

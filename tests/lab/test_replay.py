@@ -260,6 +260,19 @@ def test_copies_are_apart_in_time_and_salt() -> None:
     assert len({body.get("cache_salt", "") for _, _, body in server.asked}) == 4
 
 
+def test_copies_of_sessions_begin_between_sessions() -> None:
+    """And not all within the gap of two requests, where a long first prompt meets its copies."""
+    trace = [
+        recorded(f"{session} {turn}", start + turn, session=session, turn=turn, end=start + turn)
+        for session, start in (("s", 0.0), ("t", 12.0))
+        for turn in range(6)
+    ]
+    for asked, apart in ((trace, 3.0), (trace[:6], 5 / 4)):
+        made = plan(asked, "session", ONE, copies=4)
+        begun = [step.at_s for step in made.steps if step.recorded.request == "s 0"]
+        assert begun == pytest.approx([apart * copy for copy in range(4)])
+
+
 def test_processes_share_sessions_whole() -> None:
     made = plan(SUBAGENTS, "session", ONE, copies=6)
     parts = [share(made, at, 3) for at in range(3)]
