@@ -12,6 +12,7 @@ import gc
 import logging
 import signal
 import socket
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -29,6 +30,7 @@ from stanchion.gateway.tokens import Vocabulary
 
 Ending = Literal["drained", "drain_timed_out", "workers_failed"]
 OnStarted = Callable[[str], Awaitable[None] | None]
+GIVE_WAY_S = 0.0005  # by then another thread lets go of the interpreter; Python's default is 5 ms
 COLLECT_AFTER = (10_000, 20, 50)  # objects, and collections of the younger generation
 KEEP_ALIVE_S = 75
 CLOSE_S = 5  # for replies already written to reach their clients
@@ -51,6 +53,7 @@ def run(
     gc.collect()
     gc.freeze()
     gc.set_threshold(*COLLECT_AFTER)
+    sys.setswitchinterval(GIVE_WAY_S)  # streams do not wait for a record or a long prompt's text
     return uvloop.run(serving)
 
 

@@ -4,11 +4,14 @@ One node is one page. Its key chains the identity and all tokens before it, at f
 page's tokens are compared on a hit, so a collision is a miss. Only pages complete in all layers
 enter; tail pages never do. The tree holds its own pin on each page, and gives back pages that
 nobody else holds, leaves before their parents: the longest unused first, where a page that was ever
-found may be unused for longer than one that only its maker had.
+found may be unused for longer than one that only its maker had. A page that left and was computed
+again counts as found: it would have been (the ghost list of 2Q, Johnson and Shasha 1994). Otherwise
+the end of a long prefix, which is the dear part, would be the first to leave each time.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -33,8 +36,8 @@ class Node:
     tokens: bytes
     pin: Pin
     used: int  # the tree's clock when it was last found
+    found: bool  # by somebody after its maker, or would have been
     children: int = 0
-    found: bool = False  # by somebody after its maker
 
     @property
     def page(self) -> int:
@@ -50,6 +53,7 @@ class PrefixTree:
         self._pool = pool
         self._link = link
         self._nodes: dict[Digest, Node] = {}
+        self._gone: OrderedDict[Digest, None] = OrderedDict()  # keys that left: a pool's worth
         # Leaves by last use: those never found, and the others. An entry is stale once its node was
         # used again, got a child, or left.
         self._leaves: tuple[Leaves, Leaves] = ([], [])
@@ -107,8 +111,11 @@ class PrefixTree:
             if at and parent is None:
                 break  # its parent left: the run would be unreachable
             pin = self._pool.keep(pages[at : at + 1], "prefix")
-            node = Node(keys[at], root, parent, self.page_bytes(tokens, at), pin, self._clock)
+            again = keys[at] in self._gone
+            raw = self.page_bytes(tokens, at)
+            node = Node(keys[at], root, parent, raw, pin, self._clock, again)
             self._nodes[node.key] = node
+            self._gone.pop(node.key, None)
             if parent is not None:
                 parent.children += 1
             if at == len(keys) - 1:
@@ -133,7 +140,10 @@ class PrefixTree:
         if self.on_evict is not None and gone:
             self.on_evict(gone)
         for node in gone:
+            self._gone[node.key] = None
             node.pin.drop()
+        while len(self._gone) > self._pool.size:
+            self._gone.popitem(last=False)
         return len(gone)
 
     def flush(self) -> int:
@@ -141,6 +151,7 @@ class PrefixTree:
         kept, self.on_evict = self.on_evict, None
         gone = self.evict(len(self._nodes))
         self.on_evict = kept
+        self._gone.clear()
         return gone
 
     def forget(self, pages: Pages) -> int:

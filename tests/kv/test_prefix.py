@@ -1,3 +1,5 @@
+from collections import OrderedDict
+
 import numpy as np
 import pytest
 
@@ -267,3 +269,50 @@ def test_a_page_that_was_found_once_does_not_stay_for_ever() -> None:
         published(pool, tree, tokens(4, 100 * turn))
         tree.evict(1)
     assert not found(tree, tokens(4))
+
+
+def _computed_again(pool: PagePool, tree: PrefixTree) -> tuple[Tokens, Tokens]:
+    """A prefix that left and was computed again, and one that only its maker had, newer."""
+    again, once = tokens(12), tokens(8, 50)
+    published(pool, tree, again)
+    assert tree.evict(3) == 3
+    published(pool, tree, again)
+    published(pool, tree, once)
+    return again, once
+
+
+def test_a_page_that_was_computed_again_counts_as_found() -> None:
+    pool = PagePool(30)
+    tree = PrefixTree(pool, PAGE)
+    again, once = _computed_again(pool, tree)
+    tree.evict(2)
+    assert len(tree.match(tree.keys(ROOT, again, []), again)) == 3
+    assert len(tree.match(tree.keys(ROOT, once, []), once)) == 0
+
+
+def test_without_a_memory_of_what_left_its_end_leaves_first_again() -> None:
+    pool = PagePool(30)
+    tree = PrefixTree(pool, PAGE)
+    tree._gone = _Forgetful()
+    again, once = _computed_again(pool, tree)
+    tree.evict(2)
+    assert len(tree.match(tree.keys(ROOT, again, []), again)) == 1
+    assert len(tree.match(tree.keys(ROOT, once, []), once)) == 2
+
+
+class _Forgetful(OrderedDict[bytes, None]):
+    """The wrong variant."""
+
+    def __setitem__(self, key: bytes, value: None) -> None:
+        pass
+
+
+def test_of_what_left_a_pools_worth_of_keys_is_kept() -> None:
+    pool = PagePool(12)
+    tree = PrefixTree(pool, PAGE)
+    for first in range(0, 400, 40):
+        published(pool, tree, tokens(32, first))
+        tree.evict(8)
+    assert len(tree._gone) == 12
+    tree.flush()
+    assert not tree._gone
