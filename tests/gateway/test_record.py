@@ -381,7 +381,7 @@ def test_a_disk_that_hangs_or_fails_costs_records_and_nothing_else(
         return append(self, line)
 
     monkeypatch.setattr(Files, "append", slow)
-    monkeypatch.setattr(module, "QUEUE_MAX", 4)
+    monkeypatch.setattr(module, "QUEUE_MAX", 8)  # of two entries a request
     with running(alone, record=str(tmp_path / "r")) as gateway:
         for _ in range(10):
             reply = gateway.client.post("/v1/completions", json={"prompt": "y", "max_tokens": 9})

@@ -210,10 +210,10 @@ def test_one_long_request_does_not_spoil_the_drafts_of_others(tier: str, tmp_pat
 
 
 def heavy(seed: int, failpoints: frozenset[str], requests: int) -> list[str]:
-    """8 clients, 30 prefixes, a host so small that each load evicts, copies that are late."""
+    """8 clients, 20 prefixes, a host so small that each load evicts, copies that are late."""
     plan = TierPlan(0, policy="back", failpoints=failpoints)
-    engine, queues = tiered(seed, plan, Sizes(device=60, host=20, chunk_tokens=24))
-    run = drive(engine, Clients(prefixes=12, abort_one_in=10), seeded(seed), requests, queues)
+    engine, queues = tiered(seed, plan, Sizes(device=60, host=12, chunk_tokens=24))
+    run = drive(engine, Clients(prefixes=20, abort_one_in=10), seeded(seed), requests, queues)
     assert tiers_of(engine).host.evicted
     return Oracle(None).wrong(run) + engine.audit()
 

@@ -33,6 +33,7 @@ def later_visits_are_right(plan: TierPlan, top_k: int | None, stalls: bool = Tru
     right = True
     for visit in range(VISITS):
         push_out(engine, still, 3, first=10_000 + 100 * visit)
+        engine.tree.evict(engine.tree.evictable)  # what came back stays longer by itself
         again = asks(f"visit {visit}", shared + prompt(2000 + visit, 9))
         heard = run_all(engine, still, [again])[again.request]
         assert cached(heard) == 64, "the host had it, and it was used"
